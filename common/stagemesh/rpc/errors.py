@@ -169,7 +169,7 @@ class MeshError(Exception):
             info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
             if detail.Unpack(info) and info.domain == DOMAIN:
                 metadata = dict(info.metadata)
-                reason = Reason(info.reason) if info.reason in Reason else Reason.INTERNAL
+                reason = Reason(info.reason) if info.reason in Reason.__members__ else Reason.INTERNAL
             elif detail.Unpack(retry):
                 delay = retry.retry_delay.ToNanoseconds() / 1e9
         error = cls(reason, status.message, retry_delay_s=delay)
