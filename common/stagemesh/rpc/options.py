@@ -1,4 +1,4 @@
-"""Channel and server options, the same on every link of the mesh (values and reasons: docs/decisions/0002)."""
+"""Channels and their options, the same on every link of the mesh (values and reasons: docs/decisions/0002)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import grpc
+
+from stagemesh.rpc.security import Security, SecurityError, is_loopback
 
 MAX_MESSAGE_BYTES = 64 << 20
 KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MIN_PING_INTERVAL_MS = 30_000, 10_000, 10_000
@@ -38,7 +40,11 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 def open_channel(
-    target: str, *, own_connection: bool = False, extra: Sequence[tuple[str, Any]] = ()
+    target: str,
+    *,
+    own_connection: bool = False,
+    extra: Sequence[tuple[str, Any]] = (),
+    security: Security | None = None,
 ) -> grpc.aio.Channel:
     """Open a channel to `target` (host:port).
 
@@ -46,8 +52,58 @@ def open_channel(
         own_connection: keep its HTTP/2 connection apart from other channels to the same target, so that bulk
             data does not delay control messages.
         extra: further channel arguments.
+        security: how to speak; that of the process unless given.
+
+    Raises:
+        SecurityError: a token would have to cross an open network in clear.
     """
+    security = security or Security.from_environment()
+    options = channel_options(security, own_connection=own_connection, extra=extra)
+    credentials = channel_credentials(target, security)
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, options=options)
+    return grpc.aio.secure_channel(target, credentials, options=options)
+
+
+def channel_options(
+    security: Security, *, own_connection: bool = False, extra: Sequence[tuple[str, Any]] = ()
+) -> list[tuple[str, Any]]:
+    """The arguments of a channel, also for the synchronous API."""
     options: list[tuple[str, Any]] = [*CHANNEL_OPTIONS, *extra]
     if own_connection:
         options.append(("grpc.use_local_subchannel_pool", 1))
-    return grpc.aio.insecure_channel(target, options=options)
+    if security.tls_server_name is not None:
+        options.append(("grpc.ssl_target_name_override", security.tls_server_name))
+    return options
+
+
+def channel_credentials(target: str, security: Security) -> grpc.ChannelCredentials | None:
+    """Credentials for `target`: TLS, a token, both, or None for a plain channel."""
+    has_token = security.token_file is not None
+    if security.tls_ca is not None:
+        key = security.tls_key.read_bytes() if security.tls_key is not None else None
+        chain = security.tls_cert.read_bytes() if security.tls_cert is not None else None
+        transport = grpc.ssl_channel_credentials(security.tls_ca.read_bytes(), key, chain)
+    elif has_token:
+        host = target.rpartition(":")[0]
+        if not is_loopback(host):
+            raise SecurityError(f"a token would cross the network to {target} in clear: give --tls-ca")
+        transport = grpc.local_channel_credentials()
+    else:
+        return None
+    if not has_token:
+        return transport
+    return grpc.composite_channel_credentials(transport, grpc.metadata_call_credentials(_TokenPlugin(security)))
+
+
+class _TokenPlugin(grpc.AuthMetadataPlugin):
+    """Presents the process's token with every call, read anew so that a rotated one is seen."""
+
+    def __init__(self, security: Security) -> None:
+        self._security = security
+
+    def __call__(self, context: grpc.AuthMetadataContext, callback: grpc.AuthMetadataPluginCallback) -> None:
+        try:
+            callback((("authorization", f"Bearer {self._security.own_token()}"),), None)
+        except (OSError, SecurityError) as error:
+            callback((), error)
