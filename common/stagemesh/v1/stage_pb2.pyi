@@ -121,6 +121,7 @@ class SubmitTask(google.protobuf.message.Message):
     TRACEPARENT_FIELD_NUMBER: builtins.int
     KV_TRANSFER_PARAMS_FIELD_NUMBER: builtins.int
     COMPANION_ROLE_FIELD_NUMBER: builtins.int
+    RESUME_TEXT_CHARS_FIELD_NUMBER: builtins.int
     slot: builtins.int
     """Small number that stands for the task on this stream; free again after its Finished, Failed or Aborted event."""
     request_id: builtins.str
@@ -134,7 +135,9 @@ class SubmitTask(google.protobuf.message.Message):
     more_input: builtins.bool
     """Further input follows as AppendInput."""
     credit: builtins.int
-    """Output frames it may send before a GrantCredit; 0 is no limit."""
+    """Output units it may send before a GrantCredit; 0 is no limit. Each token id is one unit, and so is each other
+    piece (text with log-probabilities, media, sound, tensor); progress costs nothing.
+    """
     last_stage: builtins.bool
     """No later stage of this request reads what this stage keeps, such as KV blocks."""
     cache_salt: builtins.str
@@ -147,6 +150,10 @@ class SubmitTask(google.protobuf.message.Message):
     """W3C trace context."""
     companion_role: builtins.str
     """Role among its companions; empty for the parent."""
+    resume_text_chars: builtins.int
+    """Characters (code points) of text the head already has, with `resume_token_ids`: text that the lost replica held
+    back, such as the start of a stop text, is sent again.
+    """
     @property
     def prompt(self) -> stagemesh.v1.prompt_pb2.Prompt:
         """The request's prompt."""
@@ -165,7 +172,9 @@ class SubmitTask(google.protobuf.message.Message):
 
     @property
     def resume_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Tokens already delivered of this task: the engine goes on after them and sends only what is new."""
+        """Tokens the head already has of this task: the engine goes on after them and sends only what is new. Its budget
+        (`max_tokens`, `min_tokens`) counts them. When the last one ends the output, the task finishes at once.
+        """
 
     @property
     def lora(self) -> stagemesh.v1.sampling_pb2.LoraRequest:
@@ -198,9 +207,10 @@ class SubmitTask(google.protobuf.message.Message):
         traceparent: builtins.str = ...,
         kv_transfer_params: google.protobuf.struct_pb2.Struct | None = ...,
         companion_role: builtins.str = ...,
+        resume_text_chars: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_reasoning_ended", b"_reasoning_ended", "data_parallel_rank", b"data_parallel_rank", "kv_transfer_params", b"kv_transfer_params", "lora", b"lora", "params", b"params", "prompt", b"prompt", "reasoning_ended", b"reasoning_ended", "time_left", b"time_left"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_reasoning_ended", b"_reasoning_ended", "attempt", b"attempt", "cache_salt", b"cache_salt", "companion_role", b"companion_role", "credit", b"credit", "data_parallel_rank", b"data_parallel_rank", "delta", b"delta", "inputs", b"inputs", "kv_transfer_params", b"kv_transfer_params", "last_stage", b"last_stage", "lora", b"lora", "more_input", b"more_input", "params", b"params", "priority", b"priority", "prompt", b"prompt", "reasoning_ended", b"reasoning_ended", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "slot", b"slot", "time_left", b"time_left", "traceparent", b"traceparent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_reasoning_ended", b"_reasoning_ended", "attempt", b"attempt", "cache_salt", b"cache_salt", "companion_role", b"companion_role", "credit", b"credit", "data_parallel_rank", b"data_parallel_rank", "delta", b"delta", "inputs", b"inputs", "kv_transfer_params", b"kv_transfer_params", "last_stage", b"last_stage", "lora", b"lora", "more_input", b"more_input", "params", b"params", "priority", b"priority", "prompt", b"prompt", "reasoning_ended", b"reasoning_ended", "request_id", b"request_id", "resume_text_chars", b"resume_text_chars", "resume_token_ids", b"resume_token_ids", "slot", b"slot", "time_left", b"time_left", "traceparent", b"traceparent"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]) -> typing.Literal["data_parallel_rank"] | None: ...
     @typing.overload
@@ -327,23 +337,23 @@ Global___AbortTask: typing_extensions.TypeAlias = AbortTask
 
 @typing.final
 class GrantCredit(google.protobuf.message.Message):
-    """GrantCredit lets a task send more frames."""
+    """GrantCredit lets a task send more."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SLOT_FIELD_NUMBER: builtins.int
-    FRAMES_FIELD_NUMBER: builtins.int
+    UNITS_FIELD_NUMBER: builtins.int
     slot: builtins.int
     """The task."""
-    frames: builtins.int
-    """Frames added to its credit."""
+    units: builtins.int
+    """Output units added to its credit."""
     def __init__(
         self,
         *,
         slot: builtins.int = ...,
-        frames: builtins.int = ...,
+        units: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["frames", b"frames", "slot", b"slot"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["slot", b"slot", "units", b"units"]) -> None: ...
 
 Global___GrantCredit: typing_extensions.TypeAlias = GrantCredit
 
@@ -465,6 +475,7 @@ class TaskEvent(google.protobuf.message.Message):
     FINISHED_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
     ABORTED_FIELD_NUMBER: builtins.int
+    INPUT_TAKEN_FIELD_NUMBER: builtins.int
     slot: builtins.int
     """The task."""
     @property
@@ -503,6 +514,10 @@ class TaskEvent(google.protobuf.message.Message):
     def aborted(self) -> Global___TaskAborted:
         """It was aborted and the engine let go of it; nothing follows."""
 
+    @property
+    def input_taken(self) -> Global___InputTaken:
+        """The engine took chunks of further input; the head gives their producer new credit for them."""
+
     def __init__(
         self,
         *,
@@ -516,12 +531,31 @@ class TaskEvent(google.protobuf.message.Message):
         finished: stagemesh.v1.frame_pb2.StageFinished | None = ...,
         failed: google.rpc.status_pb2.Status | None = ...,
         aborted: Global___TaskAborted | None = ...,
+        input_taken: Global___InputTaken | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["aborted", b"aborted", "audio_chunk", b"audio_chunk", "event", b"event", "failed", b"failed", "finished", b"finished", "media", b"media", "progress", b"progress", "started", b"started", "tensor", b"tensor", "text", b"text"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aborted", b"aborted", "audio_chunk", b"audio_chunk", "event", b"event", "failed", b"failed", "finished", b"finished", "media", b"media", "progress", b"progress", "slot", b"slot", "started", b"started", "tensor", b"tensor", "text", b"text"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["started", "text", "progress", "media", "audio_chunk", "tensor", "finished", "failed", "aborted"] | None: ...
+    def HasField(self, field_name: typing.Literal["aborted", b"aborted", "audio_chunk", b"audio_chunk", "event", b"event", "failed", b"failed", "finished", b"finished", "input_taken", b"input_taken", "media", b"media", "progress", b"progress", "started", b"started", "tensor", b"tensor", "text", b"text"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["aborted", b"aborted", "audio_chunk", b"audio_chunk", "event", b"event", "failed", b"failed", "finished", b"finished", "input_taken", b"input_taken", "media", b"media", "progress", b"progress", "slot", b"slot", "started", b"started", "tensor", b"tensor", "text", b"text"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["started", "text", "progress", "media", "audio_chunk", "tensor", "finished", "failed", "aborted", "input_taken"] | None: ...
 
 Global___TaskEvent: typing_extensions.TypeAlias = TaskEvent
+
+@typing.final
+class InputTaken(google.protobuf.message.Message):
+    """InputTaken says that the engine of a task with `more_input` took AppendInput chunks. It is sent for every chunk."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHUNKS_FIELD_NUMBER: builtins.int
+    chunks: builtins.int
+    """Chunks taken since the last such event."""
+    def __init__(
+        self,
+        *,
+        chunks: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks"]) -> None: ...
+
+Global___InputTaken: typing_extensions.TypeAlias = InputTaken
 
 @typing.final
 class TaskStarted(google.protobuf.message.Message):
