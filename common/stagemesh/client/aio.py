@@ -1,0 +1,151 @@
+"""The asynchronous client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+
+from stagemesh.client.connection import (
+    CALL_TIMEOUT_S,
+    DEFAULT_TIMEOUT_S,
+    PAGE_SIZE,
+    Connection,
+    abort_message,
+    add_sampling,
+    default_address,
+)
+from stagemesh.client.errors import from_call
+from stagemesh.client.frames import Frame
+from stagemesh.client.journey import RetryPolicy
+from stagemesh.client.pipelines import AbortResult, PipelineInfo, abort_result, pipeline_info
+from stagemesh.client.prompts import PromptLike
+from stagemesh.client.requests import RequestOptions, build_request
+from stagemesh.client.sampling import SamplingByStage, needs_stage_types
+from stagemesh.rpc.options import open_channel
+from stagemesh.rpc.security import Security
+from stagemesh.v1 import inference_pb2 as inference_pb
+from stagemesh.v1 import inference_pb2_grpc as inference_grpc
+
+Answer = TypeVar("Answer")
+
+
+class AsyncClient:
+    """Speaks to a head or gateway from one event loop.
+
+        async with AsyncClient() as client:
+            async for frame in client.generate("a red circle on a blue background"):
+                ...
+
+    Its arguments are those of `Client`.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        max_retries: int = 3,
+        resume_window: float = 30.0,
+        security: Security | None = None,
+    ) -> None:
+        self._connection = Connection(
+            address or default_address(),
+            timeout,
+            RetryPolicy(max_retries, resume_window),
+            security or Security.from_environment(),
+        )
+        self._channel: grpc.aio.Channel | None = None
+
+    @property
+    def address(self) -> str:
+        """Where the head is."""
+        return self._connection.address
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; running calls end."""
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+    def _stub(self) -> Any:
+        # Made at the first call: a channel belongs to the loop that runs when it is made.
+        if self._channel is None:
+            self._channel = open_channel(self.address, security=self._connection.security)
+        return inference_grpc.InferenceServiceStub(self._channel)
+
+    def generate(
+        self,
+        prompt: PromptLike,
+        *,
+        sampling: SamplingByStage | None = None,
+        timeout: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncIterator[Frame]:
+        """Send a request; yields its frames as they come, the last one a `Finished`. See `Client.generate`.
+
+        Leaving the iteration early cancels the request in every stage: at once with `contextlib.aclosing`, else as soon
+        as the event loop finds the abandoned iterator.
+        """
+        return self._frames(build_request(prompt, **options), sampling, timeout)
+
+    async def _frames(
+        self, request: inference_pb.GenerateRequest, sampling: SamplingByStage | None, timeout: float | None
+    ) -> AsyncIterator[Frame]:
+        pipeline = await self.get_pipeline(request.pipeline) if needs_stage_types(sampling) else None
+        add_sampling(request, sampling, pipeline)
+        journey = self._connection.journey(request, timeout)
+        while True:
+            message, remaining = journey.next_call()
+            call = self._stub().Generate(message, timeout=remaining)
+            try:
+                async for response in call:
+                    frame = journey.accept(response)
+                    if frame is not None:
+                        yield frame
+                if journey.is_finished:
+                    return
+                error = journey.ended_early()
+            except grpc.RpcError as rpc_error:
+                error = from_call(rpc_error, self.address)
+            finally:
+                call.cancel()
+            await asyncio.sleep(journey.delay_after(error))
+
+    async def abort(self, *request_ids: str, timeout: float = 2.0) -> list[AbortResult]:
+        """Stop requests in every stage; waits up to `timeout` seconds for the stages' word."""
+        message = abort_message(request_ids, timeout)
+        response = await self._call(self._stub().AbortRequest, message, timeout + CALL_TIMEOUT_S)
+        return [abort_result(result) for result in response.results]
+
+    async def list_pipelines(self) -> list[PipelineInfo]:
+        """What the head serves, by name."""
+        pipelines: list[PipelineInfo] = []
+        message = inference_pb.ListPipelinesRequest(page_size=PAGE_SIZE)
+        while True:
+            response = await self._call(self._stub().ListPipelines, message)
+            pipelines += [pipeline_info(pipeline) for pipeline in response.pipelines]
+            if not response.next_page_token:
+                return pipelines
+            message.page_token = response.next_page_token
+
+    async def get_pipeline(self, name: str = "") -> PipelineInfo:
+        """One pipeline, with what keeps it from serving; the only one there is when `name` is empty."""
+        response = await self._call(self._stub().GetPipeline, inference_pb.GetPipelineRequest(name=name))
+        return pipeline_info(response.pipeline, tuple(response.problems))
+
+    async def _call(
+        self, method: Callable[..., Awaitable[Answer]], message: Any, timeout: float = CALL_TIMEOUT_S
+    ) -> Answer:
+        try:
+            return await method(message, timeout=timeout)
+        except grpc.RpcError as error:
+            raise from_call(error, self.address) from None

@@ -1,0 +1,104 @@
+"""The arguments of `generate()`, as the wire has them."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Sequence
+from typing import TypedDict
+
+from stagemesh.client.errors import invalid
+from stagemesh.client.prompts import MediaInput, PromptLike, to_prompt
+from stagemesh.v1 import frame_pb2 as frame_pb
+from stagemesh.v1 import inference_pb2 as inference_pb
+from stagemesh.v1 import sampling_pb2 as sampling_pb
+
+MODALITIES = {
+    "text": frame_pb.MODALITY_TEXT,
+    "image": frame_pb.MODALITY_IMAGE,
+    "audio": frame_pb.MODALITY_AUDIO,
+    "video": frame_pb.MODALITY_VIDEO,
+    "latent": frame_pb.MODALITY_LATENT,
+}
+_MODES = {"delta": inference_pb.OUTPUT_MODE_DELTA, "final": inference_pb.OUTPUT_MODE_FINAL_ONLY}
+_RECOVERY = {
+    "best_effort": inference_pb.RECOVERY_POLICY_BEST_EFFORT,
+    "exact_or_fail": inference_pb.RECOVERY_POLICY_EXACT_OR_FAIL,
+}
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may say beside prompt and sampling parameters."""
+
+    pipeline: str
+    """Its name; empty when the head serves just one."""
+    outputs: str | Sequence[str] | None
+    """Modalities wanted (text, image, audio, video, latent), or stage names; None: all that the pipeline delivers."""
+    negative: str
+    """What a diffusion stage must avoid."""
+    media: Sequence[MediaInput]
+    """Pictures, sounds and videos that go with the prompt."""
+    mode: str
+    """delta: outputs as they grow (the default); final: once, when the stage is done."""
+    request_id: str | None
+    """Made here unless given, since a broken stream is taken up by it."""
+    priority: int
+    """Larger is later, 0 is normal."""
+    session_id: str
+    """Requests of one session go to one replica where the policy can."""
+    recovery: str
+    """What may happen after a loss of delivered output: best_effort (the default) or exact_or_fail."""
+    lora: str
+    """Adapter, by its name in the pipeline file."""
+    lora_scale: float | None
+    """Weight of the adapter; None is 1."""
+    cache_salt: str
+    """Separates prefix caches of tenants."""
+
+
+def build_request(
+    prompt: PromptLike,
+    *,
+    pipeline: str = "",
+    negative: str = "",
+    media: Sequence[MediaInput] = (),
+    outputs: str | Sequence[str] | None = None,
+    mode: str = "delta",
+    priority: int = 0,
+    session_id: str = "",
+    recovery: str = "best_effort",
+    lora: str = "",
+    lora_scale: float | None = None,
+    cache_salt: str = "",
+    request_id: str | None = None,
+) -> inference_pb.GenerateRequest:
+    """A request without its sampling parameters; `RequestOptions` explains the rest.
+
+    Raises:
+        InvalidRequest: naming the argument.
+    """
+    if mode not in _MODES:
+        raise invalid("mode", mode, f"want one of {', '.join(_MODES)}")
+    if recovery not in _RECOVERY:
+        raise invalid("recovery", recovery, f"want one of {', '.join(_RECOVERY)}")
+    if request_id is None:
+        request_id = f"req-{uuid.uuid4().hex}"
+    elif not _REQUEST_ID.fullmatch(request_id):
+        raise invalid("request_id", request_id, "want up to 128 characters of [A-Za-z0-9._:-]")
+    names = [outputs] if isinstance(outputs, str) else list(outputs or ())
+    request = inference_pb.GenerateRequest(
+        request_id=request_id,
+        pipeline=pipeline,
+        prompt=to_prompt(prompt, negative=negative, media=media),
+        output_modalities=[MODALITIES[name] for name in names if name in MODALITIES],
+        output_stages=[name for name in names if name not in MODALITIES],
+        output_mode=_MODES[mode],
+        priority=priority,
+        session_id=session_id,
+        recovery_policy=_RECOVERY[recovery],
+        cache_salt=cache_salt,
+    )
+    if lora:
+        request.lora.CopyFrom(sampling_pb.LoraRequest(name=lora, scale=lora_scale))
+    return request
