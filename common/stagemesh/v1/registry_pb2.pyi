@@ -92,6 +92,7 @@ class Hello(google.protobuf.message.Message):
     LABELS_FIELD_NUMBER: builtins.int
     PID_FIELD_NUMBER: builtins.int
     HOST_ID_FIELD_NUMBER: builtins.int
+    LAST_HEAD_EPOCH_FIELD_NUMBER: builtins.int
     contract_version: builtins.str
     """Version of this contract, "1"."""
     software_version: builtins.str
@@ -110,6 +111,8 @@ class Hello(google.protobuf.message.Message):
     """Process id of the agent."""
     host_id: builtins.str
     """Identity of its host and shared memory, for short cuts between replicas on it."""
+    last_head_epoch: builtins.str
+    """Epoch of the head that it was joined to before; empty at its first join. A new head learns from it that it is a restarted one."""
     @property
     def devices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[stagemesh.v1.device_pb2.Device]:
         """Devices it offers."""
@@ -142,8 +145,9 @@ class Hello(google.protobuf.message.Message):
         labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         pid: builtins.int = ...,
         host_id: builtins.str = ...,
+        last_head_epoch: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "devices", b"devices", "host_id", b"host_id", "hostname", b"hostname", "incarnation", b"incarnation", "labels", b"labels", "max_replicas", b"max_replicas", "node_id", b"node_id", "pid", b"pid", "pipeline", b"pipeline", "running", b"running", "software_version", b"software_version", "stages", b"stages"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "devices", b"devices", "host_id", b"host_id", "hostname", b"hostname", "incarnation", b"incarnation", "labels", b"labels", "last_head_epoch", b"last_head_epoch", "max_replicas", b"max_replicas", "node_id", b"node_id", "pid", b"pid", "pipeline", b"pipeline", "running", b"running", "software_version", b"software_version", "stages", b"stages"]) -> None: ...
 
 Global___Hello: typing_extensions.TypeAlias = Hello
 
