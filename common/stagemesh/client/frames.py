@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image as PillowImage
-
-_EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +186,7 @@ class StageFinished(Frame):
     """Replicas that worked on it, in order; more than one after a loss was survived."""
     recovery: str = ""
     """How a lost replica was survived: "" (none was lost), exact, continued or restarted."""
-    extra: Mapping[str, Any] = _EMPTY
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,5 +198,5 @@ class Finished(Frame):
     usage: Usage = Usage()
     total_s: float = 0.0
     """From arrival at the head to the end, in seconds."""
-    stages: Mapping[str, StageFinished] = _EMPTY
+    stages: Mapping[str, StageFinished] = field(default_factory=dict)
     """Every stage that ran, by name, output stage or not."""
