@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19stagemesh/v1/tensor.proto\x12\x0cstagemesh.v1\"4\n\x06Tensor\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xae\x01\n\tTensorRef\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x03\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\x12\r\n\x05\x63rc32\x18\x06 \x01(\x07\x12\x0f\n\x07host_id\x18\x07 \x01(\t\x12\x15\n\rshared_memory\x18\x08 \x01(\t\x12\x19\n\x11owner_incarnation\x18\t \x01(\t\"f\n\x0bTensorValue\x12&\n\x06inline\x18\x01 \x01(\x0b\x32\x14.stagemesh.v1.TensorH\x00\x12&\n\x03ref\x18\x02 \x01(\x0b\x32\x17.stagemesh.v1.TensorRefH\x00\x42\x07\n\x05value\"R\n\x12\x46\x65tchTensorRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x19\n\x11owner_incarnation\x18\x02 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\"#\n\x13\x46\x65tchTensorResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"9\n\x15ReleaseTensorsRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\";\n\x16ReleaseTensorsResponse\x12\x10\n\x08released\x18\x01 \x01(\r\x12\x0f\n\x07unknown\x18\x02 \x01(\r2\xc2\x01\n\rTensorService\x12T\n\x0b\x46\x65tchTensor\x12 .stagemesh.v1.FetchTensorRequest\x1a!.stagemesh.v1.FetchTensorResponse0\x01\x12[\n\x0eReleaseTensors\x12#.stagemesh.v1.ReleaseTensorsRequest\x1a$.stagemesh.v1.ReleaseTensorsResponseB<\n\x10\x64\x65v.stagemesh.v1P\x01Z&stagemesh.dev/stagemesh/v1;stagemeshv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19stagemesh/v1/tensor.proto\x12\x0cstagemesh.v1\"4\n\x06Tensor\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xbd\x01\n\tTensorRef\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x03\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\x12\x12\n\x05\x63rc32\x18\x06 \x01(\x07H\x00\x88\x01\x01\x12\x0f\n\x07host_id\x18\x07 \x01(\t\x12\x15\n\rshared_memory\x18\x08 \x01(\t\x12\x19\n\x11owner_incarnation\x18\t \x01(\tB\x08\n\x06_crc32\"f\n\x0bTensorValue\x12&\n\x06inline\x18\x01 \x01(\x0b\x32\x14.stagemesh.v1.TensorH\x00\x12&\n\x03ref\x18\x02 \x01(\x0b\x32\x17.stagemesh.v1.TensorRefH\x00\x42\x07\n\x05value\"R\n\x12\x46\x65tchTensorRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x19\n\x11owner_incarnation\x18\x02 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\"A\n\x13\x46\x65tchTensorResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x12\n\x05\x63rc32\x18\x02 \x01(\x07H\x00\x88\x01\x01\x42\x08\n\x06_crc32\"9\n\x15ReleaseTensorsRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\";\n\x16ReleaseTensorsResponse\x12\x10\n\x08released\x18\x01 \x01(\r\x12\x0f\n\x07unknown\x18\x02 \x01(\r2\xc2\x01\n\rTensorService\x12T\n\x0b\x46\x65tchTensor\x12 .stagemesh.v1.FetchTensorRequest\x1a!.stagemesh.v1.FetchTensorResponse0\x01\x12[\n\x0eReleaseTensors\x12#.stagemesh.v1.ReleaseTensorsRequest\x1a$.stagemesh.v1.ReleaseTensorsResponseB<\n\x10\x64\x65v.stagemesh.v1P\x01Z&stagemesh.dev/stagemesh/v1;stagemeshv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,17 +35,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TENSOR']._serialized_start=43
   _globals['_TENSOR']._serialized_end=95
   _globals['_TENSORREF']._serialized_start=98
-  _globals['_TENSORREF']._serialized_end=272
-  _globals['_TENSORVALUE']._serialized_start=274
-  _globals['_TENSORVALUE']._serialized_end=376
-  _globals['_FETCHTENSORREQUEST']._serialized_start=378
-  _globals['_FETCHTENSORREQUEST']._serialized_end=460
-  _globals['_FETCHTENSORRESPONSE']._serialized_start=462
-  _globals['_FETCHTENSORRESPONSE']._serialized_end=497
-  _globals['_RELEASETENSORSREQUEST']._serialized_start=499
-  _globals['_RELEASETENSORSREQUEST']._serialized_end=556
-  _globals['_RELEASETENSORSRESPONSE']._serialized_start=558
-  _globals['_RELEASETENSORSRESPONSE']._serialized_end=617
-  _globals['_TENSORSERVICE']._serialized_start=620
-  _globals['_TENSORSERVICE']._serialized_end=814
+  _globals['_TENSORREF']._serialized_end=287
+  _globals['_TENSORVALUE']._serialized_start=289
+  _globals['_TENSORVALUE']._serialized_end=391
+  _globals['_FETCHTENSORREQUEST']._serialized_start=393
+  _globals['_FETCHTENSORREQUEST']._serialized_end=475
+  _globals['_FETCHTENSORRESPONSE']._serialized_start=477
+  _globals['_FETCHTENSORRESPONSE']._serialized_end=542
+  _globals['_RELEASETENSORSREQUEST']._serialized_start=544
+  _globals['_RELEASETENSORSREQUEST']._serialized_end=601
+  _globals['_RELEASETENSORSRESPONSE']._serialized_start=603
+  _globals['_RELEASETENSORSRESPONSE']._serialized_end=662
+  _globals['_TENSORSERVICE']._serialized_start=665
+  _globals['_TENSORSERVICE']._serialized_end=859
 # @@protoc_insertion_point(module_scope)

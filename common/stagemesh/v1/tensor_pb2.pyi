@@ -70,7 +70,9 @@ class TensorRef(google.protobuf.message.Message):
     size_bytes: builtins.int
     """Length in bytes."""
     crc32: builtins.int
-    """CRC-32 (IEEE) of the bytes."""
+    """CRC-32 (IEEE) of the bytes. Unset when the owner has not computed it: who maps the segment needs none,
+    and FetchTensor brings it with the last chunk.
+    """
     host_id: builtins.str
     """Identity of the owner's host: equal ids may map `shared_memory` instead of fetching."""
     shared_memory: builtins.str
@@ -89,12 +91,14 @@ class TensorRef(google.protobuf.message.Message):
         dtype: builtins.str = ...,
         shape: collections.abc.Iterable[builtins.int] | None = ...,
         size_bytes: builtins.int = ...,
-        crc32: builtins.int = ...,
+        crc32: builtins.int | None = ...,
         host_id: builtins.str = ...,
         shared_memory: builtins.str = ...,
         owner_incarnation: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["crc32", b"crc32", "dtype", b"dtype", "endpoint", b"endpoint", "host_id", b"host_id", "key", b"key", "owner_incarnation", b"owner_incarnation", "shape", b"shape", "shared_memory", b"shared_memory", "size_bytes", b"size_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_crc32", b"_crc32", "crc32", b"crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "dtype", b"dtype", "endpoint", b"endpoint", "host_id", b"host_id", "key", b"key", "owner_incarnation", b"owner_incarnation", "shape", b"shape", "shared_memory", b"shared_memory", "size_bytes", b"size_bytes"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_crc32", b"_crc32"]) -> typing.Literal["crc32"] | None: ...
 
 Global___TensorRef: typing_extensions.TypeAlias = TensorRef
 
@@ -159,14 +163,20 @@ class FetchTensorResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     DATA_FIELD_NUMBER: builtins.int
+    CRC32_FIELD_NUMBER: builtins.int
     data: builtins.bytes
     """The next bytes of the tensor."""
+    crc32: builtins.int
+    """CRC-32 (IEEE) of all bytes of the tensor, those before `offset_bytes` included. In the last chunk only."""
     def __init__(
         self,
         *,
         data: builtins.bytes = ...,
+        crc32: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_crc32", b"_crc32", "crc32", b"crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "data", b"data"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_crc32", b"_crc32"]) -> typing.Literal["crc32"] | None: ...
 
 Global___FetchTensorResponse: typing_extensions.TypeAlias = FetchTensorResponse
 
