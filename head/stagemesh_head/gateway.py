@@ -1,0 +1,59 @@
+"""The part of a head that serves clients, built on any source of membership: the registry beside it, or a watch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from stagemesh.config import Pipeline
+from stagemesh.v1 import header_pb2 as header_pb
+from stagemesh.v1 import inference_pb2_grpc as inference_rpc
+from stagemesh_head.links.calls import StageCalls
+from stagemesh_head.links.manager import LinkManager
+from stagemesh_head.orchestration.catalogue import Catalogue
+from stagemesh_head.orchestration.orchestrator import Orchestrator
+from stagemesh_head.orchestration.recovery import RecoveryLimits
+from stagemesh_head.registry.rows import Membership
+from stagemesh_head.routing.pools import Pools
+from stagemesh_head.services.inference import InferenceServicer
+
+
+class Gateway:
+    """Pools, links, orchestrator and InferenceService, put together."""
+
+    def __init__(
+        self,
+        pipelines: Sequence[Pipeline],
+        membership: Membership,
+        header: Callable[[], header_pb.ResponseHeader],
+        *,
+        recovery: RecoveryLimits | None = None,
+        call_methods: Sequence[str] = (),
+    ) -> None:
+        """Args: call_methods: control methods that the operator allows beyond the usual ones.
+
+        Raises:
+            ValueError: a pipeline names a policy that there is not, or default parameters that are wrong.
+        """
+        self.pools = Pools(pipelines)
+        self.links = LinkManager(membership, header().head_epoch, self.pools.replica_changed)
+        self.orchestrator = Orchestrator(pipelines, self.pools, recovery=recovery)
+        self.calls = StageCalls(self.links, call_methods)
+        self._servicer = InferenceServicer(self.orchestrator, Catalogue(pipelines, self.pools, membership), header)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve InferenceService on `server`."""
+        inference_rpc.add_InferenceServiceServicer_to_server(self._servicer, server)
+
+    def start(self) -> None:
+        """Follow the membership and open links."""
+        self.links.start()
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuse new requests and let those in flight finish; returns how many had to be stopped."""
+        return await self.orchestrator.drain(timeout_s)
+
+    async def stop(self) -> None:
+        """Close all links."""
+        await self.links.stop()

@@ -1,0 +1,93 @@
+"""What clients are told of the pipelines: their stages, and what keeps one from serving."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from google.protobuf import json_format
+
+from stagemesh.config import Pipeline, Stage
+from stagemesh.rpc.errors import MeshError, Reason, invalid
+from stagemesh.v1 import pipeline_pb2 as pipeline_pb
+from stagemesh_head.orchestration.plan import MODALITIES
+from stagemesh_head.registry.rows import Membership
+from stagemesh_head.routing.pools import Pools
+
+_EDGES = {"whole": pipeline_pb.EDGE_MODE_WHOLE, "stream": pipeline_pb.EDGE_MODE_STREAM}
+_TASKS = {"text": "generate", "image": "generate", "video": "generate", "latent": "generate", "audio": "speech"}
+
+
+class Catalogue:
+    """The pipelines of a head, as they are now."""
+
+    def __init__(self, pipelines: Iterable[Pipeline], pools: Pools, membership: Membership) -> None:
+        self._pipelines = {pipeline.name: pipeline for pipeline in sorted(pipelines, key=lambda one: one.name)}
+        self._pools = pools
+        self._membership = membership
+
+    def names(self) -> list[str]:
+        """In order."""
+        return list(self._pipelines)
+
+    def describe(self, name: str) -> pipeline_pb.PipelineInfo:
+        """One pipeline.
+
+        Raises:
+            MeshError: INVALID_REQUEST, no name where there are several; UNKNOWN_PIPELINE.
+        """
+        pipeline = self._find(name)
+        info = pipeline_pb.PipelineInfo(name=pipeline.name, revision=pipeline.revision)
+        info.stages.extend(self._stage(pipeline, stage) for stage in pipeline.stages)
+        return info
+
+    def problems(self, name: str) -> list[str]:
+        """What keeps a pipeline from serving, a line a stage."""
+        pipeline = self._find(name)
+        pools = (self._pools.of(pipeline.name, stage.name) for stage in pipeline.stages)
+        return [pool.missing().message for pool in pools if not pool.ready]
+
+    def _find(self, name: str) -> Pipeline:
+        if not name:
+            if len(self._pipelines) == 1:
+                return next(iter(self._pipelines.values()))
+            raise invalid("name", name, f"this head serves several: name one of {', '.join(self._pipelines)}")
+        if name not in self._pipelines:
+            served = ", ".join(self._pipelines)
+            raise MeshError(
+                Reason.UNKNOWN_PIPELINE, f"name: {name!r}: not served here; pipelines are {served}", pipeline=name
+            )
+        return self._pipelines[name]
+
+    def _stage(self, pipeline: Pipeline, stage: Stage) -> pipeline_pb.StageInfo:
+        kind = stage.final_output_type or "text"
+        info = pipeline_pb.StageInfo(
+            stage_id=stage.stage_id,
+            name=stage.name,
+            stage_type=stage.stage_type,
+            engine=stage.engine,
+            model=str(stage.model or ""),
+            inputs=stage.inputs,
+            edge=_EDGES[stage.edge],
+            final_output=bool(stage.final_output),
+            output_modality=MODALITIES[kind],  # type: ignore[arg-type]
+            supported_tasks=[_TASKS[kind]],
+            target_replicas=self._target(pipeline, stage),
+            ready_replicas=self._pools.of(pipeline.name, stage.name).ready,
+            max_prompt_bytes=stage.limits.max_prompt_bytes,
+        )
+        defaults = {key: value for key, value in dict(stage.default_sampling_params).items() if value is not None}
+        json_format.ParseDict(_plain(defaults), info.default_sampling_params)
+        return info
+
+    def _target(self, pipeline: Pipeline, stage: Stage) -> int:
+        target = getattr(self._membership, "target_replicas", None)
+        return target(pipeline.name, stage.name) if target is not None else stage.runtime.num_replicas
+
+
+def _plain(value: object) -> object:
+    """As JSON has it: string keys, lists."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,112 @@
+"""Checks everything of a request but its sampling parameters, before anything of it is kept or submitted."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from stagemesh.config import Pipeline, Stage
+from stagemesh.rpc.errors import MeshError, Reason, invalid
+from stagemesh.v1 import inference_pb2 as inference_pb
+from stagemesh.v1 import prompt_pb2 as prompt_pb
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+MAX_LABEL_CHARS = 256
+CHAT_ROLES = ("system", "user", "assistant", "tool")
+MEDIA_MODALITIES = ("image", "audio", "video")
+
+
+def check_envelope(request: inference_pb.GenerateRequest, pipeline: Pipeline) -> None:
+    """Give the request an id when it has none, and refuse what cannot be right.
+
+    Raises:
+        MeshError: INVALID_REQUEST or PROMPT_TOO_LARGE, naming the field.
+    """
+    if not request.request_id:
+        request.request_id = uuid.uuid4().hex
+    elif not REQUEST_ID.fullmatch(request.request_id):
+        raise invalid("request_id", request.request_id, "must be 1 to 128 characters of A-Z a-z 0-9 . _ : -")
+    first = pipeline.stages[0]
+    check_prompt(request.prompt, first)
+    for field in ("session_id", "cache_salt"):
+        value = getattr(request, field)
+        if len(value) > MAX_LABEL_CHARS:
+            raise invalid(field, value, f"is longer than {MAX_LABEL_CHARS} characters")
+    if request.output_mode not in inference_pb.OutputMode.values():
+        raise invalid("output_mode", request.output_mode, "must be DELTA or FINAL_ONLY")
+    if request.recovery_policy not in inference_pb.RecoveryPolicy.values():
+        raise invalid("recovery_policy", request.recovery_policy, "must be BEST_EFFORT or EXACT_OR_FAIL")
+    if request.HasField("lora"):
+        _check_lora(request, pipeline)
+    if request.HasField("resume"):
+        _check_resume(request.resume, pipeline)
+
+
+def check_prompt(prompt: prompt_pb.Prompt, stage: Stage, field: str = "prompt") -> None:
+    """Refuse a prompt that is empty, too large, or not what it says it is."""
+    limit = stage.limits.max_prompt_bytes
+    size = prompt.ByteSize()
+    if size > limit:
+        raise MeshError(
+            Reason.PROMPT_TOO_LARGE,
+            f"{field}: {size} bytes: stage {stage.name!r} takes at most {limit} bytes",
+            field=field,
+            size_bytes=size,
+            limit_bytes=limit,
+        )
+    kind = prompt.WhichOneof("content")
+    if kind is None:
+        raise invalid(field, "", "is missing: set text, chat, tokens or embeds")
+    if kind == "text" and not prompt.text:
+        raise invalid(f"{field}.text", "", "is empty")
+    if kind == "tokens" and not prompt.tokens.ids:
+        raise invalid(f"{field}.tokens", [], "is empty")
+    if kind == "embeds" and prompt.embeds.WhichOneof("value") is None:
+        raise invalid(f"{field}.embeds", "", "is empty: set an inline tensor or a reference")
+    if kind == "chat":
+        _check_chat(prompt.chat, f"{field}.chat")
+    for position, media in enumerate(prompt.media):
+        _check_media(media, stage, f"{field}.media[{position}]")
+
+
+def _check_chat(chat: prompt_pb.ChatPrompt, field: str) -> None:
+    if not chat.messages:
+        raise invalid(f"{field}.messages", [], "is empty")
+    for position, message in enumerate(chat.messages):
+        if message.role not in CHAT_ROLES:
+            raise invalid(f"{field}.messages[{position}].role", message.role, f"must be one of {', '.join(CHAT_ROLES)}")
+    if not any(message.content for message in chat.messages):
+        raise invalid(f"{field}.messages", "", "all messages are empty")
+
+
+def _check_media(media: prompt_pb.MediaInput, stage: Stage, field: str) -> None:
+    if media.modality not in MEDIA_MODALITIES:
+        raise invalid(f"{field}.modality", media.modality, f"must be one of {', '.join(MEDIA_MODALITIES)}")
+    source = media.WhichOneof("source")
+    if source is None or (source == "data" and not media.data):
+        raise invalid(field, "", "is empty: set data, url or tensor")
+    if source != "url":
+        return
+    # The engine checks the very path or domain; the head refuses where the operator allowed none.
+    scheme = media.url.split(":", 1)[0].lower()
+    switch = {"http": "allowed_media_domains", "https": "allowed_media_domains", "file": "allowed_local_media_path"}
+    if scheme not in switch:
+        raise invalid(f"{field}.url", media.url, "must be an http, https or file URL")
+    if not stage.engine_args.get(switch[scheme]):
+        raise invalid(
+            f"{field}.url", media.url, f"is not allowed: stage {stage.name!r} sets no engine_args.{switch[scheme]}"
+        )
+
+
+def _check_lora(request: inference_pb.GenerateRequest, pipeline: Pipeline) -> None:
+    known = sorted({name for stage in pipeline.stages for name in stage.lora_modules})
+    if request.lora.name not in known:
+        offered = ", ".join(known) if known else "none"
+        raise invalid("lora.name", request.lora.name, f"is not on the pipeline's list; adapters are: {offered}")
+
+
+def _check_resume(resume: inference_pb.ResumePoint, pipeline: Pipeline) -> None:
+    names = {stage.name for stage in pipeline.stages}
+    for position, stage in enumerate(resume.stages):
+        if stage.stage not in names:
+            raise invalid(f"resume.stages[{position}].stage", stage.stage, f"stages are {', '.join(sorted(names))}")

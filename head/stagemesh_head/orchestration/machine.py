@@ -1,0 +1,424 @@
+"""The state machine of one request: events in, commands out, no I/O.
+
+Every task goes WAITING -> SUBMITTED -> STREAMING -> DONE | FAILED | ABORTED, and back to WAITING when its replica is
+lost and it may go on elsewhere. The request ends exactly once; a task whose end was not confirmed by then is still
+followed, so that its place on its replica is released exactly once too.
+"""
+
+from __future__ import annotations
+
+from stagemesh.rpc.errors import MeshError, Reason
+from stagemesh.v1 import frame_pb2 as frame_pb
+from stagemesh.v1 import inference_pb2 as inference_pb
+from stagemesh.v1 import stage_pb2 as stage_pb
+from stagemesh_head.orchestration import events as ev
+from stagemesh_head.orchestration.dispatch import submission
+from stagemesh_head.orchestration.edges import StreamEdges, whole_output
+from stagemesh_head.orchestration.plan import Plan
+from stagemesh_head.orchestration.recovery import (
+    RETRY_ELSEWHERE,
+    SEVERITY,
+    RecoveryLimits,
+    ResumeMode,
+    loss_error,
+    mode_after_loss,
+)
+from stagemesh_head.orchestration.summary import complete, cut_short, end_of
+from stagemesh_head.orchestration.task import OVER, Task, TaskState
+
+
+class RequestMachine:
+    """One request. `handle` is the only way in; it returns the commands to carry out, in order."""
+
+    def __init__(
+        self, plan: Plan, now: float, *, deadline: float | None = None, limits: RecoveryLimits | None = None
+    ) -> None:
+        """Args: deadline: on the same clock as `now`; None is none."""
+        self.plan = plan
+        self.tasks = {planned.name: Task(planned) for planned in plan.stages}
+        self.is_ended = False
+        self.stop: ev.Stop | None = None
+        """Set once it was told to stop."""
+        self._deadline = deadline
+        self._limits = limits or RecoveryLimits()
+        self._started_at = now
+        self._first_loss_at: float | None = None
+        self._now = now
+        self._out: list[ev.Command] = []
+        self._edges = StreamEdges(self.tasks)
+
+    # -- what others may ask --------------------------------------------------
+    @property
+    def is_quiet(self) -> bool:
+        """Whether it ended and no replica can still be at work for it."""
+        return self.is_ended and not any(task.is_bound or task.is_binding for task in self.tasks.values())
+
+    @property
+    def unconfirmed(self) -> list[str]:
+        """Stages that may still be at work."""
+        return [task.name for task in self.tasks.values() if task.is_live]
+
+    def feeds_stream(self, task: str) -> bool:
+        """Whether a later stage reads the task's output as it grows."""
+        return task in self._edges.out_of
+
+    def collapse(self) -> None:
+        """Take no further part: the request ends by other means, and whatever it had was released."""
+        self.is_ended = True
+        for task in self.tasks.values():
+            task.is_bound = task.is_binding = False
+            if task.state not in OVER:
+                task.state = TaskState.FAILED
+
+    # -- events -----------------------------------------------------------------
+    def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
+        """Take one event. Events of tasks that are over, or that come too late, change nothing."""
+        self._now, self._out = now, []
+        match event:
+            case ev.Start():
+                for task in self.tasks.values():
+                    self._advance(task)
+            case ev.OutputArrived():
+                self._output(self.tasks[event.task])
+            case ev.Started():
+                self._engine_started(self.tasks[event.task], event)
+            case ev.Bound():
+                self._bound(self.tasks[event.task], event)
+            case ev.Finished():
+                self._finished(self.tasks[event.task], event.finished)
+            case ev.InputTaken():
+                self._input_taken(self.tasks[event.task], event.chunks)
+            case ev.BindFailed():
+                self._bind_failed(self.tasks[event.task], event.error)
+            case ev.Failed():
+                self._failed(self.tasks[event.task], event.error)
+            case ev.Aborted():
+                self._aborted(self.tasks[event.task], event.usage)
+            case ev.Lost():
+                self._lost(self.tasks[event.task], event.error)
+            case ev.Stop():
+                self._stop(event)
+            case ev.StopTimeout():
+                if self.stop is not None and not self.is_ended:
+                    self._end_stopped()
+        return self._out
+
+    # -- starting -------------------------------------------------------------
+    def _advance(self, task: Task, or_else: MeshError | None = None) -> None:
+        """Ask for a replica when the task's inputs allow it."""
+        if task.state is not TaskState.WAITING or task.is_binding or task.is_bound or self._is_stopping:
+            return
+        inputs = [self.tasks[name] for name in task.planned.inputs]
+        if task.planned.reads_stream:
+            # Bound early, so that a stage that has no replica is found before its input was made in vain.
+            ready = all(producer.is_live or producer.state is TaskState.DONE for producer in inputs)
+        else:
+            ready = all(producer.state is TaskState.DONE for producer in inputs)
+        if ready:
+            task.wait(self._now)
+            self._out.append(ev.Bind(task.name, tuple(task.tried), or_else))
+
+    def _bound(self, task: Task, event: ev.Bound) -> None:
+        was_binding, task.is_binding = task.is_binding, False
+        task.is_bound = True
+        if self._is_stopping or not was_binding:
+            # Told to stop while a replica was looked for: the stop wins, nothing is submitted.
+            self._release(task)
+            return
+        task.bind(event.replica, event.identity, self._now)
+        self._submit_when_fed(task)
+
+    def _bind_failed(self, task: Task, error: MeshError) -> None:
+        task.is_binding = False
+        if not self._is_stopping:
+            self._fail(task, error)
+
+    def _submit_when_fed(self, task: Task) -> None:
+        """Submit a bound task: at once, or on a stream edge when the first chunk is there."""
+        if task.state is not TaskState.WAITING or not task.is_bound or self._is_stopping:
+            return
+        producers = [self.tasks[name] for name in task.planned.inputs]
+        if task.planned.reads_stream:
+            inputs = self._edges.first_chunks(task)
+            if not inputs:
+                return
+            more = not self._edges.is_closed(task)
+        else:
+            inputs, more = [whole_output(producer) for producer in producers], False
+        self._submit(task, inputs, producers, more)
+
+    def _submit(
+        self, task: Task, inputs: list[stage_pb.UpstreamOutput], producers: list[Task], more_input: bool
+    ) -> None:
+        if task.has_used_budget:
+            self._release(task)
+            self._done(task, frame_pb.StageFinished(finish_reason=frame_pb.FINISH_REASON_LENGTH))
+            return
+        try:
+            command = submission(
+                self.plan,
+                task,
+                inputs,
+                producers,
+                more_input=more_input,
+                credit=self._edges.window(task),
+                time_left_s=None if self._deadline is None else self._deadline - self._now,
+            )
+        except MeshError as error:
+            self._release(task)
+            self._fail(task, error)
+            return
+        task.submit(self._now)
+        self._out.append(ev.Submit(task.name, command))
+        for name in task.planned.consumers:
+            if self.tasks[name].planned.reads_stream:
+                self._advance(self.tasks[name])
+
+    # -- running ----------------------------------------------------------------
+    def _engine_started(self, task: Task, event: ev.Started) -> None:
+        task.times.engine_queue_s += event.engine_queue_s
+        task.times.transfer_s += event.transfer_s
+        task.times.last_sign_at = self._now
+        self._open_edges(task)
+
+    def _open_edges(self, task: Task) -> None:
+        if task.is_live:
+            self._edges.open(task)
+            self._grant_producers(task)
+
+    def _output(self, task: Task) -> None:
+        if not task.is_live:
+            return
+        task.times.last_sign_at = self._now
+        if task.state is TaskState.SUBMITTED:
+            task.state = TaskState.STREAMING
+            task.times.first_output_at = task.times.first_output_at or self._now
+            self._open_edges(task)
+        self._feed_consumers(task)
+
+    def _feed_consumers(self, producer: Task) -> None:
+        if self._is_stopping:
+            return
+        for edge in self._edges.out_of.get(producer.name, ()):
+            consumer = edge.consumer
+            if consumer.state is TaskState.WAITING:
+                self._submit_when_fed(consumer)
+            elif consumer.is_live and not consumer.is_aborting:
+                chunk = edge.next_chunk()
+                if chunk is not None:
+                    self._out.append(ev.Feed(consumer.name, chunk, self._edges.is_closed(consumer)))
+
+    def _input_taken(self, task: Task, chunks: int) -> None:
+        task.times.last_sign_at = self._now
+        self._edges.take(task, chunks)
+        self._grant_producers(task)
+
+    def _grant_producers(self, consumer: Task) -> None:
+        for producer, units in self._edges.new_credit(consumer):
+            self._out.append(ev.Grant(producer.name, units))
+
+    # -- ending a task ----------------------------------------------------------
+    def _finished(self, task: Task, finished: frame_pb.StageFinished) -> None:
+        if not task.is_live:
+            return
+        self._release(task)
+        if task.restart_when_stopped:
+            self._restart(task)
+            return
+        self._done(task, finished)
+
+    def _done(self, task: Task, finished: frame_pb.StageFinished) -> None:
+        task.state = TaskState.DONE
+        task.times.first_output_at = task.times.first_output_at or self._now
+        task.finished = complete(task, finished, self._now)
+        if self.is_ended:
+            return
+        if task.planned.is_output:
+            self._out.append(ev.DeliverFinished(task.name))
+        self._feed_consumers(task)
+        self._grant_producers(task)
+        if self._all_outputs_done:
+            self._end(finished=frame_pb.FINISH_REASON_COMPLETE)
+            return
+        if self.stop is not None:
+            self._end_when_stopped()
+            return
+        for name in task.planned.consumers:
+            self._advance(self.tasks[name])
+
+    def _failed(self, task: Task, error: MeshError) -> None:
+        if not task.is_live:
+            return
+        if error.reason in RETRY_ELSEWHERE:
+            self._lost(task, error)
+            return
+        self._release(task)
+        if task.restart_when_stopped:
+            self._restart(task)
+        elif self._is_stopping:
+            task.state = TaskState.FAILED
+            self._end_when_stopped()
+        else:
+            self._fail(task, error)
+
+    def _aborted(self, task: Task, usage: frame_pb.Usage | None) -> None:
+        if not task.is_live:
+            return
+        self._release(task)
+        if task.restart_when_stopped:
+            self._restart(task)
+            return
+        task.state = TaskState.ABORTED
+        task.finished = cut_short(task, usage, self._now)
+        if self._is_stopping:
+            self._end_when_stopped()
+        else:
+            # Nobody here asked for it.
+            message = f"stage {task.name!r}: the replica aborted the task"
+            self._fail(task, MeshError(Reason.STAGE_FAILED, message, stage=task.name))
+
+    def _lost(self, task: Task, error: MeshError) -> None:
+        if not task.is_live:
+            return
+        self._release(task)
+        if self._is_stopping:
+            task.state = TaskState.ABORTED
+            task.finished = cut_short(task, None, self._now)
+            self._end_when_stopped()
+        elif task.restart_when_stopped:
+            self._restart(task)
+        else:
+            self._recover(task, error)
+
+    def _release(self, task: Task) -> None:
+        task.is_bound = False
+        task.is_aborting = False
+        self._out.append(ev.Release(task.name))
+
+    # -- going on elsewhere -------------------------------------------------------
+    def _recover(self, task: Task, error: MeshError) -> None:
+        """Start a lost task's next attempt, from where it was or from its beginning, if it may have one."""
+        if self._first_loss_at is None:
+            self._first_loss_at = self._now
+        has_time = self._now - self._first_loss_at <= self._limits.max_total_s
+        exact_only = self.plan.request.recovery_policy == inference_pb.RECOVERY_POLICY_EXACT_OR_FAIL
+        mode = mode_after_loss(task, is_delivered=self._delivered(task), exact_or_fail=exact_only)
+        if mode is None or task.attempt >= self._limits.max_attempts or not has_time:
+            self._fail(task, self._loss_error(task, error))
+            return
+        if mode is ResumeMode.RESTARTED:
+            if not self._restart_consumers(task, error):
+                return
+            self._forget_output(task)
+        if SEVERITY[mode.value] > SEVERITY[task.recovery]:
+            task.recovery = mode.value
+        task.state = TaskState.WAITING
+        self._edges.reset(task)
+        # A replica that is full says so at once; waiting for it would only hide the queue.
+        self._advance(task, or_else=error if error.reason is Reason.OVERLOADED else None)
+
+    def _delivered(self, task: Task) -> bool:
+        """Whether the client may have some of the task's output."""
+        return task.planned.is_output and self.plan.is_delta and not task.output.is_empty
+
+    def _loss_error(self, task: Task, error: MeshError) -> MeshError:
+        return loss_error(task, error, is_delivered=self._delivered(task))
+
+    def _restart_consumers(self, task: Task, error: MeshError) -> bool:
+        """Have stages that read the lost output as a stream start anew; False when one of them cannot."""
+        for edge in self._edges.out_of.get(task.name, ()):
+            consumer = edge.consumer
+            if consumer.state is TaskState.WAITING:
+                edge.restart()
+            elif self._delivered(consumer):
+                self._fail(consumer, self._loss_error(consumer, error))
+                return False
+            elif not self._restart_consumers(consumer, error):
+                return False
+            elif consumer.is_live:
+                consumer.restart_when_stopped = True
+                self._abort_task(consumer, "its input starts anew")
+            elif consumer.state is TaskState.DONE:
+                self._restart(consumer)
+        return True
+
+    def _restart(self, task: Task) -> None:
+        """Back to the beginning, after the replica let go of the task."""
+        if self._is_stopping:
+            task.state = TaskState.ABORTED
+            self._end_when_stopped()
+            return
+        self._forget_output(task)
+        self._edges.restart(task)
+        task.reset()
+        task.recovery = ResumeMode.RESTARTED.value
+        self._advance(task)
+
+    def _forget_output(self, task: Task) -> None:
+        if self._delivered(task):
+            task.skip_media = max(task.skip_media, len(task.output.pieces))
+        task.output.clear()
+
+    # -- ending the request -------------------------------------------------------
+    @property
+    def _is_stopping(self) -> bool:
+        return self.is_ended or self.stop is not None
+
+    @property
+    def _all_outputs_done(self) -> bool:
+        return all(task.state is TaskState.DONE for task in self.tasks.values() if task.planned.is_output)
+
+    def _fail(self, task: Task, error: MeshError) -> None:
+        task.state = TaskState.FAILED
+        error.metadata.setdefault("stage", task.name)
+        self._end(error=error)
+
+    def _stop(self, event: ev.Stop) -> None:
+        if self.is_ended:
+            return
+        first, self.stop = self.stop is None, event
+        if first:
+            self._stop_tasks(event.cause.value)
+        if event.cause is ev.StopCause.ASKED:
+            self._end_when_stopped()
+        else:
+            self._end(error=event.error)
+
+    def _stop_tasks(self, reason: str) -> None:
+        for task in self.tasks.values():
+            if task.is_live:
+                self._abort_task(task, reason)
+            elif task.state not in OVER:
+                if task.is_binding:
+                    task.is_binding = False
+                    self._out.append(ev.CancelBind(task.name))
+                if task.is_bound:
+                    self._release(task)
+                task.state = TaskState.ABORTED
+
+    def _abort_task(self, task: Task, reason: str) -> None:
+        if not task.is_aborting:
+            task.is_aborting = True
+            self._out.append(ev.AbortTask(task.name, reason))
+
+    def _end_when_stopped(self) -> None:
+        if not self.is_ended and not any(task.is_live for task in self.tasks.values()):
+            self._end_stopped()
+
+    def _end_stopped(self) -> None:
+        """End well, with what there is."""
+        for task in self.tasks.values():
+            if task.planned.is_output and task.state is not TaskState.DONE and task.attempt:
+                task.finished = task.finished or cut_short(task, None, self._now)
+                self._out.append(ev.DeliverFinished(task.name))
+        self._end(finished=frame_pb.FINISH_REASON_ABORT)
+
+    def _end(self, *, finished: frame_pb.FinishReason | None = None, error: MeshError | None = None) -> None:
+        if self.is_ended:
+            return
+        self.is_ended = True
+        end = None
+        if finished is not None:
+            end = end_of(list(self.tasks.values()), finished, self._started_at, self._now)
+        self._out.append(ev.End(end, error))
+        self._stop_tasks("the request is over" if error is None else "the request failed")

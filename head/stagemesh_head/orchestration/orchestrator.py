@@ -1,0 +1,183 @@
+"""All requests of a head: opening them, finding them, aborting them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from time import monotonic
+
+from stagemesh.config import Pipeline
+from stagemesh.rpc.errors import MeshError, Reason, invalid
+from stagemesh.v1 import admin_pb2 as admin_pb
+from stagemesh.v1 import inference_pb2 as inference_pb
+from stagemesh_head.orchestration.envelope import check_envelope
+from stagemesh_head.orchestration.events import StopCause
+from stagemesh_head.orchestration.pacer import Pacer
+from stagemesh_head.orchestration.plan import Planner
+from stagemesh_head.orchestration.recovery import RecoveryLimits
+from stagemesh_head.orchestration.run import ABORT_TIMEOUT_S, RequestRun, Surroundings
+from stagemesh_head.registry.rows import ReplicaKey
+from stagemesh_head.routing.admission import Admission
+from stagemesh_head.routing.pools import Pools
+
+log = logging.getLogger(__name__)
+
+MAX_ABORT_IDS = 1_000
+MAX_ABORT_TIMEOUT_S = 60.0
+
+
+class Orchestrator:
+    """Opens requests and keeps those that run. Also the directory that operators see."""
+
+    def __init__(self, pipelines: Iterable[Pipeline], pools: Pools, *, recovery: RecoveryLimits | None = None) -> None:
+        """Raises ValueError when a pipeline's default sampling parameters are wrong."""
+        self._planners = {pipeline.name: Planner(pipeline) for pipeline in pipelines}
+        self._admissions = {
+            name: Admission(
+                name,
+                max_running=planner.pipeline.limits.max_inflight,
+                max_waiting=planner.pipeline.limits.max_waiting,
+            )
+            for name, planner in self._planners.items()
+        }
+        self._pools = pools
+        self._around = Surroundings(pools, Pacer(), recovery or RecoveryLimits())
+        self._runs: dict[str, RequestRun] = {}
+        self._unadmitted: dict[str, object] = {}
+        self._refuses: MeshError | None = None
+        self._idle_waiters: list[asyncio.Future[None]] = []
+
+    # -- one request ------------------------------------------------------------
+    def open(
+        self, request: inference_pb.GenerateRequest, *, time_left_s: float | None = None, traceparent: str = ""
+    ) -> RequestRun:
+        """Check a request and start it. The caller empties its stream, and calls `close` in any case.
+
+        Args:
+            time_left_s: of the client's call; the pipeline's request timeout bounds it.
+
+        Raises:
+            MeshError: it is not valid, its id is running, or the mesh is at its limit; nothing was submitted.
+        """
+        if self._refuses is not None:
+            raise self._refuses
+        planner = self._planner(request.pipeline)
+        check_envelope(request, planner.pipeline)
+        if request.request_id in self._runs:
+            raise MeshError(
+                Reason.DUPLICATE_REQUEST,
+                f"request_id: {request.request_id!r}: a request with this id is still running",
+                request_id=request.request_id,
+            )
+        plan = planner.plan(request, traceparent)
+        limit = planner.pipeline.limits.request_timeout
+        left = limit if time_left_s is None else min(time_left_s, limit)
+        run = RequestRun(plan, self._around, deadline=monotonic() + left, ended=self._ended)
+        admission = self._admissions[planner.pipeline.name]
+
+        def admitted() -> None:
+            self._unadmitted.pop(plan.request_id, None)
+            run.start()
+
+        try:
+            has_place = admission.enter(admitted)
+        except MeshError:
+            run.discard()
+            raise
+        self._runs[plan.request_id] = run
+        if has_place:
+            run.start()
+        else:
+            self._unadmitted[plan.request_id] = admitted
+        return run
+
+    def close(self, run: RequestRun) -> None:
+        """The client's call is over: whatever still runs of the request is stopped."""
+        run.stop(StopCause.CLIENT_LEFT)
+
+    def _ended(self, run: RequestRun) -> None:
+        name = run.plan.request_id
+        del self._runs[name]
+        admission = self._admissions[run.plan.pipeline.name]
+        waited = self._unadmitted.pop(name, None)
+        if waited is None:
+            admission.leave()
+        else:
+            admission.give_up(waited)  # type: ignore[arg-type]
+        if not self._runs:
+            for waiter in self._idle_waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._idle_waiters.clear()
+
+    def _planner(self, name: str) -> Planner:
+        if not name and len(self._planners) == 1:
+            return next(iter(self._planners.values()))
+        planner = self._planners.get(name)
+        if planner is not None:
+            return planner
+        served = ", ".join(self._planners) or "none"
+        if not name:
+            raise invalid("pipeline", name, f"this head serves several: name one of {served}")
+        raise MeshError(
+            Reason.UNKNOWN_PIPELINE, f"pipeline: {name!r}: not served here; pipelines are {served}", pipeline=name
+        )
+
+    # -- aborts -----------------------------------------------------------------
+    async def abort(self, request_ids: Sequence[str], timeout_s: float | None) -> list[inference_pb.AbortResult]:
+        """Stop requests; returns when every stage confirmed, or at the timeout, in the order asked.
+
+        Raises:
+            MeshError: INVALID_REQUEST, too few or too many ids, or a timeout out of range.
+        """
+        if not 1 <= len(request_ids) <= MAX_ABORT_IDS:
+            raise invalid("request_ids", len(request_ids), f"give 1 to {MAX_ABORT_IDS} ids")
+        timeout = ABORT_TIMEOUT_S if timeout_s is None else timeout_s
+        if not 0 < timeout <= MAX_ABORT_TIMEOUT_S:
+            raise invalid("timeout", timeout, f"must be above 0 and at most {MAX_ABORT_TIMEOUT_S:g} seconds")
+        runs = {name: run for name in request_ids if (run := self._runs.get(name)) is not None}
+        for run in runs.values():
+            run.stop(StopCause.ASKED, timeout=timeout)
+        waits = [asyncio.ensure_future(run.quiet()) for run in runs.values()]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=timeout)
+            for wait in late:
+                wait.cancel()
+        return [_abort_result(name, runs.get(name)) for name in request_ids]
+
+    # -- for operators ------------------------------------------------------------
+    def requests(self, pipeline: str) -> Iterable[admin_pb.RequestInfo]:
+        """Requests in flight of a pipeline (empty: all), oldest first."""
+        return [run.describe() for run in self._runs.values() if pipeline in ("", run.plan.pipeline.name)]
+
+    def inflight(self, key: ReplicaKey) -> int:
+        """Tasks that this head has bound to a replica now."""
+        members = self._pools.of(key.pipeline, key.stage).members()
+        return next((member.inflight for member in members if member.replica_id == key.replica_id), 0)
+
+    @property
+    def running(self) -> int:
+        """Requests in flight."""
+        return len(self._runs)
+
+    # -- the end --------------------------------------------------------------
+    async def drain(self, timeout_s: float) -> int:
+        """Refuse new requests, let those in flight finish, stop the rest; returns how many were stopped."""
+        self._refuses = MeshError(Reason.DRAINING, "the head is stopping and takes no new requests")
+        if self._runs:
+            waiter = asyncio.get_running_loop().create_future()
+            self._idle_waiters.append(waiter)
+            await asyncio.wait([waiter], timeout=timeout_s)
+        left = list(self._runs.values())
+        for run in left:
+            run.stop(StopCause.FAILED, MeshError(Reason.DRAINING, "the head stopped before the request was done"))
+        return len(left)
+
+
+def _abort_result(request_id: str, run: RequestRun | None) -> inference_pb.AbortResult:
+    if run is None:
+        return inference_pb.AbortResult(request_id=request_id, outcome=inference_pb.ABORT_OUTCOME_UNKNOWN)
+    late = run.machine.unconfirmed
+    outcome = inference_pb.ABORT_OUTCOME_UNCONFIRMED if late else inference_pb.ABORT_OUTCOME_ABORTED
+    return inference_pb.AbortResult(request_id=request_id, outcome=outcome, unconfirmed_stages=late)

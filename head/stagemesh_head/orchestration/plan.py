@@ -1,0 +1,156 @@
+"""Which stages a request visits: the pipeline's graph, cut down to what the wanted outputs need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stagemesh.config import Pipeline, Stage
+from stagemesh.rpc.errors import invalid
+from stagemesh.v1 import frame_pb2 as frame_pb
+from stagemesh.v1 import inference_pb2 as inference_pb
+from stagemesh.v1 import sampling_pb2 as sampling_pb
+from stagemesh_head.orchestration import params as stage_params
+from stagemesh_head.orchestration.recovery import ResumeMode, resume_mode
+
+MODALITIES: dict[str, int] = {
+    "text": frame_pb.MODALITY_TEXT,
+    "image": frame_pb.MODALITY_IMAGE,
+    "audio": frame_pb.MODALITY_AUDIO,
+    "video": frame_pb.MODALITY_VIDEO,
+    "latent": frame_pb.MODALITY_LATENT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStage:
+    """A stage as one request uses it."""
+
+    stage: Stage
+    inputs: tuple[str, ...]
+    consumers: tuple[str, ...]
+    """Stages of this request that read it."""
+    is_output: bool
+    """Its frames go to the client."""
+    params: sampling_pb.SamplingParams
+    resume: ResumeMode
+
+    @property
+    def name(self) -> str:
+        """Stage name."""
+        return self.stage.name
+
+    @property
+    def reads_stream(self) -> bool:
+        """Whether it starts at its inputs' first chunk."""
+        return self.stage.edge == "stream" and bool(self.inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A valid request, ready to run."""
+
+    request_id: str
+    pipeline: Pipeline
+    request: inference_pb.GenerateRequest
+    stages: tuple[PlannedStage, ...]
+    """In an order in which every stage comes after its inputs."""
+    is_delta: bool
+    """Growing outputs are delivered as they grow."""
+    traceparent: str = ""
+
+
+class Planner:
+    """Makes plans for one pipeline. What does not depend on the request is worked out once."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        """Raises ValueError when a stage's default sampling parameters are wrong."""
+        self.pipeline = pipeline
+        self._order = order(pipeline)
+        self._outputs = tuple(stage for stage in pipeline.stages if stage.final_output)
+        self._defaults = {stage.name: stage_params.defaults_of(stage) for stage in pipeline.stages}
+
+    def plan(self, request: inference_pb.GenerateRequest, traceparent: str = "") -> Plan:
+        """The plan of a request whose envelope is valid.
+
+        Raises:
+            MeshError: INVALID_REQUEST that names the field.
+        """
+        outputs = self.wanted_outputs(request.output_stages, request.output_modalities)
+        needed = self._needed(outputs)
+        given = stage_params.match(self.pipeline, request.sampling)
+        merged = {
+            stage.name: stage_params.merge(stage, self._defaults[stage.name], given.get(stage.name))
+            for stage in self._order
+            # Parameters of skipped stages are checked too: a mistake is a mistake.
+            if stage.name in needed or stage.name in given
+        }
+        stages = []
+        for stage in self._order:
+            if stage.name not in needed:
+                continue
+            consumers = tuple(
+                other.name for other in self._order if other.name in needed and stage.name in other.inputs
+            )
+            params = merged[stage.name]
+            stage_params.fix_seed(params)
+            stages.append(
+                PlannedStage(stage, tuple(stage.inputs), consumers, stage.name in outputs, params, resume_mode(params))
+            )
+        return Plan(
+            request_id=request.request_id,
+            pipeline=self.pipeline,
+            request=request,
+            stages=tuple(stages),
+            is_delta=request.output_mode != inference_pb.OUTPUT_MODE_FINAL_ONLY,
+            traceparent=traceparent,
+        )
+
+    def wanted_outputs(self, names: Sequence[str], modalities: Sequence[int]) -> frozenset[str]:
+        """Names of the output stages that a request wants: by name, else by modality, else all."""
+        available = {stage.name: stage for stage in self._outputs}
+        if names:
+            for position, name in enumerate(names):
+                if name not in available:
+                    raise invalid(
+                        f"output_stages[{position}]",
+                        name,
+                        f"is not an output stage of {self.pipeline.name!r}; those are {', '.join(available)}",
+                    )
+            return frozenset(names)
+        if not modalities:
+            return frozenset(available)
+        wanted: set[str] = set()
+        for position, modality in enumerate(modalities):
+            found = {s.name for s in self._outputs if MODALITIES[s.final_output_type or "text"] == modality}
+            if not found:
+                offered = sorted({s.final_output_type or "text" for s in self._outputs})
+                given = frame_pb.Modality.Name(modality) if modality in frame_pb.Modality.values() else modality
+                raise invalid(
+                    f"output_modalities[{position}]",
+                    given,
+                    f"pipeline {self.pipeline.name!r} delivers {', '.join(offered)}",
+                )
+            wanted |= found
+        return frozenset(wanted)
+
+    def _needed(self, outputs: frozenset[str]) -> set[str]:
+        """The outputs and everything before them."""
+        needed = set(outputs)
+        for stage in reversed(self._order):
+            if stage.name in needed:
+                needed.update(stage.inputs)
+        return needed
+
+
+def order(pipeline: Pipeline) -> tuple[Stage, ...]:
+    """Stages so that each comes after its inputs; among equals by stage id."""
+    remaining, placed, result = list(pipeline.stages), set[str](), list[Stage]()
+    while remaining:
+        stage = next((s for s in remaining if placed.issuperset(s.inputs)), None)
+        if stage is None:
+            raise ValueError(f"pipeline {pipeline.name!r}: stages {', '.join(s.name for s in remaining)} form a cycle")
+        remaining.remove(stage)
+        placed.add(stage.name)
+        result.append(stage)
+    return tuple(result)

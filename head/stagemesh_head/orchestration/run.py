@@ -1,0 +1,277 @@
+"""Runs one request: carries out what its state machine orders, and brings it what happens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+
+from stagemesh.rpc.errors import MeshError, Reason
+from stagemesh.v1 import admin_pb2 as admin_pb
+from stagemesh.v1 import frame_pb2 as frame_pb
+from stagemesh.v1 import replica_pb2 as replica_pb
+from stagemesh.v1 import stage_pb2 as stage_pb
+from stagemesh_head.orchestration import events as ev
+from stagemesh_head.orchestration.dispatch import seconds
+from stagemesh_head.orchestration.final import frames_of
+from stagemesh_head.orchestration.hint import hint_of
+from stagemesh_head.orchestration.machine import RequestMachine
+from stagemesh_head.orchestration.pacer import Pacer
+from stagemesh_head.orchestration.plan import Plan
+from stagemesh_head.orchestration.receiver import TaskReceiver
+from stagemesh_head.orchestration.recovery import RecoveryLimits
+from stagemesh_head.orchestration.stream import ClientStream, TextCursor
+from stagemesh_head.routing.pool import Binding, StagePool, Ticket
+from stagemesh_head.routing.pools import Pools
+
+log = logging.getLogger(__name__)
+
+ABORT_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all requests of a head share."""
+
+    pools: Pools
+    pacer: Pacer
+    recovery: RecoveryLimits
+
+
+class RequestRun:
+    """One request from its admission to its end. Everything happens on the event loop, in callbacks."""
+
+    def __init__(
+        self, plan: Plan, around: Surroundings, *, deadline: float | None, ended: Callable[[RequestRun], None]
+    ) -> None:
+        """Args: deadline: on the monotonic clock. ended: called once, when the client's stream has its end."""
+        self.plan = plan
+        self.started_at = monotonic()
+        self.machine = RequestMachine(plan, self.started_at, deadline=deadline, limits=around.recovery)
+        self.stream = ClientStream(plan.request_id, around.pacer, sequence=plan.request.resume.sequence)
+        self._around = around
+        self._ended = ended
+        self._hint = hint_of(plan)
+        self._cursors = {
+            name: TextCursor(name, task.output) for name, task in self.machine.tasks.items() if task.planned.is_output
+        }
+        self._bindings: dict[str, Binding] = {}
+        self._tickets: dict[str, Ticket] = {}
+        self._receivers: dict[str, TaskReceiver] = {}
+        self._events: deque[ev.Event] = deque()
+        self._is_applying = False
+        self._is_admitted = False
+        self._quiet_waiters: list[asyncio.Future[None]] = []
+        self._stop_timer: asyncio.TimerHandle | None = None
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        if deadline is not None:
+            loop = asyncio.get_running_loop()
+            self._deadline_timer = loop.call_later(max(deadline - self.started_at, 0.0), self._out_of_time)
+
+    # -- from outside -----------------------------------------------------------
+    def start(self) -> None:
+        """The request was admitted."""
+        self._is_admitted = True
+        self._tell(ev.Start())
+
+    def stop(self, cause: ev.StopCause, error: MeshError | None = None, *, timeout: float = ABORT_TIMEOUT_S) -> None:
+        """End it. Asked to, it waits `timeout` seconds for the stages' word; otherwise it ends at once."""
+        if cause is ev.StopCause.ASKED and self._stop_timer is None and not self.machine.is_ended:
+            self._stop_timer = asyncio.get_running_loop().call_later(timeout, self._tell, ev.StopTimeout())
+        self._tell(ev.Stop(cause, error))
+
+    def discard(self) -> None:
+        """It was not admitted: forget it. Nothing was started."""
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+
+    async def quiet(self) -> None:
+        """Wait until no replica is at work for it. The caller bounds the time."""
+        if not self.machine.is_quiet:
+            waiter = asyncio.get_running_loop().create_future()
+            self._quiet_waiters.append(waiter)
+            await waiter
+
+    def describe(self) -> admin_pb.RequestInfo:
+        """Where it stands, for people."""
+        info = admin_pb.RequestInfo(
+            request_id=self.plan.request_id,
+            pipeline=self.plan.pipeline.name,
+            age=seconds(monotonic() - self.started_at),
+        )
+        for task in self.machine.tasks.values():
+            row = info.tasks.add(stage=task.name, state=task.state.value, attempt=task.attempt)
+            if task.is_bound and task.replicas:
+                row.replica.CopyFrom(task.replicas[-1])
+        return info
+
+    # -- events in, commands out --------------------------------------------------
+    def _tell(self, event: ev.Event) -> None:
+        """Have the machine take an event. What follows from it is done before this returns, in order."""
+        self._events.append(event)
+        if self._is_applying:
+            return
+        self._is_applying = True
+        try:
+            while self._events:
+                for command in self.machine.handle(self._events.popleft(), monotonic()):
+                    self._carry_out(command)
+        except Exception as error:
+            log.exception("request %s: error inside the head", self.plan.request_id)
+            self._collapse(MeshError.from_exception(error))
+        finally:
+            self._is_applying = False
+        if self._quiet_waiters and self.machine.is_quiet:
+            self._wake_quiet_waiters()
+
+    def _carry_out(self, command: ev.Command) -> None:
+        match command:
+            case ev.Bind():
+                self._bind(command)
+            case ev.Submit():
+                self._submit(command)
+            case ev.Release():
+                self._receivers.pop(command.task, None)
+                self._bindings.pop(command.task).release()
+            case ev.DeliverFinished():
+                self._deliver_finished(command.task)
+            case ev.End():
+                self._end(command)
+            case ev.Feed():
+                receiver = self._receivers[command.task]
+                receiver.link.append(
+                    stage_pb.AppendInput(slot=receiver.slot, chunk=command.chunk, last=command.is_last)
+                )
+            case ev.Grant():
+                receiver = self._receivers[command.task]
+                receiver.link.grant(receiver.slot, command.units)
+            case ev.AbortTask():
+                receiver = self._receivers[command.task]
+                receiver.link.abort(receiver.slot, command.reason)
+            case ev.CancelBind():
+                ticket = self._tickets.pop(command.task)
+                self._pool(command.task).leave(ticket)
+
+    def _pool(self, task: str) -> StagePool:
+        return self._around.pools.of(self.plan.pipeline.name, task)
+
+    def _bind(self, command: ev.Bind) -> None:
+        pool, name = self._pool(command.task), command.task
+        binding = pool.pick(self._hint, command.excluded)
+        if binding is not None:
+            self._bound(name, binding)
+            return
+        if command.or_else is not None:
+            self._tell(ev.BindFailed(name, command.or_else))
+            return
+
+        def granted(binding: Binding) -> None:
+            del self._tickets[name]
+            self._bound(name, binding)
+
+        try:
+            self._tickets[name] = pool.wait(self._hint, command.excluded, granted)
+        except MeshError as error:
+            self._tell(ev.BindFailed(name, error))
+
+    def _bound(self, task: str, binding: Binding) -> None:
+        self._bindings[task] = binding
+        key = binding.row.key
+        replica = replica_pb.ReplicaRef(
+            pipeline=key.pipeline, stage=key.stage, replica_id=key.replica_id, incarnation=binding.row.incarnation
+        )
+        self._tell(ev.Bound(task, replica, binding.identity))
+
+    def _submit(self, command: ev.Submit) -> None:
+        task = self.machine.tasks[command.task]
+        link = self._bindings[command.task].link
+        cursor = self._cursors.get(command.task)
+        is_direct = cursor is not None and self.plan.is_delta
+        if cursor is not None and is_direct:
+            if task.output.is_empty:
+                self.stream.drop_text(cursor)
+                cursor.skip_to_end()
+            else:
+                self.stream.close_text(cursor)
+            cursor.replica_id = link.key.replica_id
+        receiver = TaskReceiver(
+            task,
+            link,
+            self._tell,
+            stream=self.stream if is_direct else None,
+            cursor=cursor if is_direct else None,
+            feeds_stream=self.machine.feeds_stream(command.task),
+        )
+        self._receivers[command.task] = receiver
+        try:
+            receiver.slot = link.submit(receiver, command.command)
+        except MeshError as error:
+            self._tell(ev.Lost(command.task, error))
+
+    # -- towards the client -------------------------------------------------------
+    def _deliver_finished(self, name: str) -> None:
+        task = self.machine.tasks[name]
+        assert task.finished is not None
+        if self.plan.is_delta:
+            self.stream.close_text(self._cursors[name])
+        else:
+            for frame in frames_of(task):
+                self.stream.add(frame)
+        replica_id = task.replicas[-1].replica_id if task.replicas else 0
+        self.stream.add(frame_pb.Frame(stage=name, replica_id=replica_id, stage_finished=task.finished))
+
+    def _end(self, command: ev.End) -> None:
+        for timer in (self._deadline_timer, self._stop_timer):
+            if timer is not None:
+                timer.cancel()
+        self.stream.end(command.finished, command.error)
+        self._ended(self)
+
+    def _out_of_time(self) -> None:
+        """The deadline has come."""
+        waiting = [task.name for task in self.machine.tasks.values() if task.is_binding]
+        if not self._is_admitted:
+            error = MeshError(
+                Reason.OVERLOADED,
+                f"pipeline {self.plan.pipeline.name!r}: the request waited for its turn until its deadline",
+                pipeline=self.plan.pipeline.name,
+            )
+        elif waiting:
+            error = self._pool(waiting[0]).missing()
+        else:
+            running = ", ".join(self.machine.unconfirmed) or "none"
+            error = MeshError(
+                Reason.REQUEST_TIMEOUT,
+                f"request {self.plan.request_id} ran out of time; stages at work: {running}",
+                stages=running,
+            )
+        self.stop(ev.StopCause.FAILED, error)
+
+    # -- the worst case ---------------------------------------------------------
+    def _collapse(self, error: MeshError) -> None:
+        """An error of ours: end the request without its machine, and leave nothing behind."""
+        self._events.clear()
+        for name, ticket in self._tickets.items():
+            self._pool(name).leave(ticket)
+        for receiver in self._receivers.values():
+            receiver.detach()
+            if receiver.slot:
+                receiver.link.abort(receiver.slot, "error inside the head")
+        for binding in self._bindings.values():
+            binding.release()
+        self._tickets.clear()
+        self._receivers.clear()
+        self._bindings.clear()
+        self.machine.collapse()
+        if not self.stream.is_ended:
+            self._end(ev.End(error=error))
+        self._wake_quiet_waiters()
+
+    def _wake_quiet_waiters(self) -> None:
+        for waiter in self._quiet_waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._quiet_waiters.clear()

@@ -1,0 +1,138 @@
+"""One task: a request's visit to one stage, and what came of it so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from stagemesh.v1 import frame_pb2 as frame_pb
+from stagemesh.v1 import replica_pb2 as replica_pb
+from stagemesh_head.orchestration.plan import PlannedStage
+
+
+class TaskState(Enum):
+    """Where a task stands; the values are what `ListRequests` shows."""
+
+    WAITING = "waiting"
+    SUBMITTED = "submitted"
+    STREAMING = "streaming"
+    DONE = "done"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+RUNNING = frozenset({TaskState.SUBMITTED, TaskState.STREAMING})
+OVER = frozenset({TaskState.DONE, TaskState.FAILED, TaskState.ABORTED})
+
+
+class TaskOutput:
+    """All that a stage has sent, in the form in which it is forwarded, fed to later stages and replayed."""
+
+    __slots__ = ("deltas", "pieces", "texts", "token_ids")
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        """Of completion 0, all attempts."""
+        self.texts: list[str] = []
+        """Their text, in pieces."""
+        self.deltas: list[frame_pb.TextDelta] = []
+        """Text that came with log-probabilities or of several completions; what is of completion 0 is also above."""
+        self.pieces: list[frame_pb.Frame] = []
+        """Media, sound and tensors, in order."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing arrived yet."""
+        return not (self.token_ids or self.texts or self.deltas or self.pieces)
+
+    @property
+    def text(self) -> str:
+        """The text of completion 0 so far."""
+        return "".join(self.texts)
+
+    def clear(self) -> None:
+        """Forget all, for a new start."""
+        for parts in (self.token_ids, self.texts, self.deltas, self.pieces):
+            parts.clear()
+
+
+@dataclass(slots=True)
+class Times:
+    """A task's moments on the monotonic clock, and what its replica said, in seconds."""
+
+    waiting_since: float = 0.0
+    queue_s: float = 0.0
+    submitted_at: float = 0.0
+    first_output_at: float = 0.0
+    engine_queue_s: float = 0.0
+    transfer_s: float = 0.0
+    last_sign_at: float = 0.0
+    """Last event or output of the task."""
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """A visit to one stage. The request's state machine alone changes it, but for `output`."""
+
+    planned: PlannedStage
+    state: TaskState = TaskState.WAITING
+    attempt: int = 0
+    is_binding: bool = False
+    """It waits for a replica."""
+    is_bound: bool = False
+    """It has a place on a replica that must be released."""
+    is_aborting: bool = False
+    """It was told to stop; its terminal event is awaited."""
+    restart_when_stopped: bool = False
+    """The stop is for a new start."""
+    tried: list[tuple[int, str, int]] = field(default_factory=list)
+    """Replica id, incarnation and link session of attempts that were lost."""
+    replicas: list[replica_pb.ReplicaRef] = field(default_factory=list)
+    recovery: str = ""
+    output: TaskOutput = field(default_factory=TaskOutput)
+    skip_media: int = 0
+    """Media files to leave out of a restarted attempt, since the client has them."""
+    finished: frame_pb.StageFinished | None = None
+    times: Times = field(default_factory=Times)
+
+    @property
+    def name(self) -> str:
+        """Stage name."""
+        return self.planned.name
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a replica works on it, or may."""
+        return self.state in RUNNING
+
+    @property
+    def has_used_budget(self) -> bool:
+        """Whether a task that lost its replica had nothing left to say but its end."""
+        llm = self.planned.params.llm
+        return self.attempt > 1 and llm.HasField("max_tokens") and len(self.output.token_ids) >= llm.max_tokens
+
+    def wait(self, now: float) -> None:
+        """Begin the next attempt: a replica is looked for."""
+        self.attempt += 1
+        self.is_binding = True
+        self.times.waiting_since = now
+
+    def bind(self, replica: replica_pb.ReplicaRef, identity: tuple[int, str, int], now: float) -> None:
+        """A replica was found."""
+        self.times.queue_s += now - self.times.waiting_since
+        self.tried.append(identity)
+        self.replicas.append(replica)
+
+    def submit(self, now: float) -> None:
+        """The replica has the task from now on."""
+        self.state = TaskState.SUBMITTED
+        self.times.submitted_at = self.times.submitted_at or now
+        self.times.last_sign_at = now
+
+    def reset(self) -> None:
+        """Back to the beginning, without the replica having done anything wrong: it may be taken again."""
+        self.state = TaskState.WAITING
+        self.restart_when_stopped = False
+        self.finished = None
+        self.attempt -= 1
+        self.tried.pop()

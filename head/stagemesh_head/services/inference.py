@@ -1,0 +1,99 @@
+"""InferenceService: what clients call. Parses, calls, maps errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from stagemesh.rpc.errors import MeshError
+from stagemesh.v1 import header_pb2 as header_pb
+from stagemesh.v1 import inference_pb2 as inference_pb
+from stagemesh.v1 import inference_pb2_grpc as inference_rpc
+from stagemesh_head.orchestration.catalogue import Catalogue
+from stagemesh_head.orchestration.orchestrator import Orchestrator
+from stagemesh_head.services.paging import page_of
+
+Context = grpc.aio.ServicerContext  # type: ignore[type-arg]
+
+DEADLINE_MARGIN_S, DEADLINE_MARGIN_SHARE = 0.05, 0.1
+"""The head's own deadline comes this long before the call's, so that its answer still reaches the client."""
+
+
+class InferenceServicer(inference_rpc.InferenceServiceServicer):
+    """One for all pipelines of a head."""
+
+    def __init__(
+        self, orchestrator: Orchestrator, catalogue: Catalogue, header: Callable[[], header_pb.ResponseHeader]
+    ) -> None:
+        self._orchestrator = orchestrator
+        self._catalogue = catalogue
+        self._header = header
+
+    async def Generate(self, request: inference_pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
+        """Stream a request's outputs. Leaving the call, in whatever way, stops the request."""
+        try:
+            run = self._orchestrator.open(request, time_left_s=time_left(context), traceparent=traceparent(context))
+        except MeshError as error:
+            await error.abort(context)
+        try:
+            while responses := await run.stream.next():
+                for response in responses:
+                    await context.write(response)
+        except MeshError as error:
+            await error.abort(context)
+        finally:
+            self._orchestrator.close(run)
+
+    async def AbortRequest(
+        self, request: inference_pb.AbortRequestRequest, context: Context
+    ) -> inference_pb.AbortRequestResponse:
+        """Stop requests and say what became of each."""
+        timeout = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
+        try:
+            results = await self._orchestrator.abort(request.request_ids, timeout)
+        except MeshError as error:
+            await error.abort(context)
+        return inference_pb.AbortRequestResponse(results=results)
+
+    async def ListPipelines(
+        self, request: inference_pb.ListPipelinesRequest, context: Context
+    ) -> inference_pb.ListPipelinesResponse:
+        """A page of pipelines by name."""
+        try:
+            names, following = page_of(self._catalogue.names(), request.page_size, request.page_token)
+        except MeshError as error:
+            await error.abort(context)
+        return inference_pb.ListPipelinesResponse(
+            header=self._header(),
+            pipelines=[self._catalogue.describe(name) for name in names],
+            next_page_token=following,
+        )
+
+    async def GetPipeline(
+        self, request: inference_pb.GetPipelineRequest, context: Context
+    ) -> inference_pb.GetPipelineResponse:
+        """One pipeline, and what keeps it from serving."""
+        try:
+            return inference_pb.GetPipelineResponse(
+                header=self._header(),
+                pipeline=self._catalogue.describe(request.name),
+                problems=self._catalogue.problems(request.name),
+            )
+        except MeshError as error:
+            await error.abort(context)
+
+
+def time_left(context: Context) -> float | None:
+    """Seconds that a request may take, a little less than its call has; None when the call has no deadline."""
+    remaining: float | None = context.time_remaining()
+    if remaining is None:
+        return None
+    return max(remaining - min(DEADLINE_MARGIN_S, remaining * DEADLINE_MARGIN_SHARE), 0.0)
+
+
+def traceparent(context: Context) -> str:
+    """W3C trace context of the call; empty when there is none."""
+    metadata: Any = context.invocation_metadata() or ()
+    return next((str(value) for key, value in metadata if key == "traceparent"), "")
