@@ -7,7 +7,7 @@ has time for heartbeats and aborts. Cancelling `run` is how a task is aborted.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ class DeviceSet:
 
     @property
     def kind(self) -> str:
-        """"cpu", "cuda", "rocm", "npu" or "xpu"."""
+        """Kind of the devices: "cpu", "cuda", "rocm", "npu" or "xpu"."""
         return self.ids[0].split(":", 1)[0] if self.ids else "cpu"
 
 
@@ -92,6 +92,10 @@ class TaskSink(Protocol):
     def finish(self, finished: frame_pb.StageFinished) -> None:
         """The task ended well."""
 
+    @property
+    def writable(self) -> bool:
+        """Whether `ready` would return at once."""
+
     async def ready(self) -> None:
         """Wait until the consumer has credit for another frame; returns at once where there is no limit."""
 
@@ -123,11 +127,16 @@ class Engine(ABC):
     max_concurrency: int = 0
     """Tasks it works on at once; 0 when it has no bound of its own."""
 
+    version: str = ""
+    """Version of the engine's library; may be set as late as `start`."""
+
     def __init__(self, stage: Stage, devices: DeviceSet) -> None:
         self.stage = stage
         self.devices = devices
+        self.report_phase: Callable[[str], None] = lambda phase: None
+        """Say what `prepare` and `start` are doing, for people: "loading weights"."""
 
-    @classmethod
+    @classmethod  # noqa: B027  (optional step)
     def check(cls, stage: Stage) -> None:
         """Check `stage.engine_args` and `stage.default_sampling_params` against the engine's real fields.
 

@@ -1,0 +1,113 @@
+"""`python -m stagemesh_worker.replica --control-fd N`: one replica process, spawned by a node agent.
+
+The order matters: environment and cores first, then the engine's `prepare` (vLLM forks its core), and only then an
+event loop and gRPC, since a fork after gRPC has threads dead-locks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+
+from stagemesh.config import Stage
+from stagemesh_worker.engines.base import DeviceSet, Engine, EngineConfigError
+from stagemesh_worker.engines.registry import engine_class
+from stagemesh_worker.replica import environment
+from stagemesh_worker.replica.channel import ControlChannel
+from stagemesh_worker.replica.control import EXIT_FAILED, Assign, ControlError, Failed, Phase
+
+log = logging.getLogger("stagemesh.replica")
+
+EXIT_WATCHDOG_S = 10.0
+
+
+def main() -> int:
+    """Run one replica; returns the exit code: 0 after an order to stop, 3 after a failure it has reported."""
+    parser = argparse.ArgumentParser(prog="python -m stagemesh_worker.replica")
+    parser.add_argument("--control-fd", type=int, required=True, help="inherited end of the agent's socket pair")
+    arguments = parser.parse_args()
+    # SIGTERM, so that sockets and shared memory are cleaned up when the agent is killed.
+    environment.die_with_parent(signal.SIGTERM)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    os.set_inheritable(arguments.control_fd, False)
+    channel = ControlChannel(socket.socket(fileno=arguments.control_fd))
+    try:
+        assign = channel.read_assignment()
+    except (ControlError, EOFError, OSError) as error:
+        log.error("control socket: %s", error)
+        return 2
+    try:
+        engine = _prepare(assign, channel)
+    except EngineConfigError as error:
+        return _refuse(channel, Failed("BAD_STAGE_CONFIG", str(error), fatal=True))
+    except Exception as error:
+        log.exception("the engine could not be prepared")
+        return _refuse(channel, Failed("START_FAILED", f"{type(error).__name__}: {error}"))
+    return _serve(assign, engine, channel)
+
+
+def _prepare(assign: Assign, channel: ControlChannel) -> Engine:
+    """Everything that must be done before a thread, an event loop or a gRPC object exists."""
+    stage = Stage.model_validate(assign.stage)
+    environment.set_title(f"stagemesh: {stage.name}/{assign.replica_id} ({assign.pipeline})")
+    devices = DeviceSet(
+        tuple(device.id for device in assign.devices),
+        tuple(core for device in assign.devices for core in device.cores),
+        tuple(device.physical_id for device in assign.devices if device.physical_id),
+    )
+    environment.apply_devices(devices)
+    environment.apply_settings(stage.runtime.env, stage.model)
+    channel.send(Phase(f"importing engine {stage.engine}"))
+    found = engine_class(stage.engine)
+    found.check(stage)
+    engine = found(stage, devices)
+    engine.report_phase = lambda phase: channel.send(Phase(phase))
+    engine.prepare()
+    return engine
+
+
+def _serve(assign: Assign, engine: Engine, channel: ControlChannel) -> int:
+    import asyncio
+
+    import uvloop
+
+    from stagemesh_worker.adapters import AdapterRunner
+    from stagemesh_worker.replica.host import ReplicaHost
+
+    try:
+        adapters = AdapterRunner(engine.stage, assign.adapter_timeout_s)
+    except EngineConfigError as error:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(engine.stop())
+        return _refuse(channel, Failed("BAD_STAGE_CONFIG", str(error), fatal=True))
+
+    async def live() -> int:
+        failure = await ReplicaHost(assign, engine, adapters, channel).run()
+        return 0 if failure is None else EXIT_FAILED
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        code = runner.run(live())
+        _exit_in_time(code)
+    return code
+
+
+def _refuse(channel: ControlChannel, failed: Failed) -> int:
+    log.error("%s", failed.message)
+    channel.send(failed)
+    return EXIT_FAILED
+
+
+def _exit_in_time(code: int) -> None:
+    """A library's thread must not keep the process alive after its work is done."""
+    timer = threading.Timer(EXIT_WATCHDOG_S, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

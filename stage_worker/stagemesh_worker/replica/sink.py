@@ -1,0 +1,254 @@
+"""Where an engine puts what it makes of one task: counted against the consumer's credit, then into the outbox."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+
+from stagemesh.rpc.errors import MeshError
+from stagemesh.v1 import frame_pb2 as frame_pb
+from stagemesh.v1 import stage_pb2 as stage_pb
+from stagemesh.v1 import tensor_pb2 as tensor_pb
+from stagemesh_worker.replica.outbox import Outbox
+
+KeepTensor = Callable[[str, Any], tensor_pb.TensorValue]
+"""(request id, NumPy array) -> the array inline or as a reference into this replica's store."""
+KeepMedia = Callable[[str, frame_pb.MediaOutput], frame_pb.MediaOutput]
+"""The same for an encoded file."""
+
+
+class SlotSink:
+    """The `TaskSink` of one slot.
+
+    Output beyond the credit is held here, in order, until more is granted; `ready` tells the engine to wait meanwhile.
+    """
+
+    __slots__ = (
+        "_credit",
+        "_first_output",
+        "_granted",
+        "_held",
+        "_keep_media",
+        "_keep_tensor",
+        "_on_end",
+        "_outbox",
+        "_request_id",
+        "_started_at",
+        "_submitted_at",
+        "completion_tokens",
+        "ended",
+        "engine_queue_s",
+        "finished",
+        "slot",
+        "transfer_s",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        submit: stage_pb.SubmitTask,
+        outbox: Outbox,
+        keep_tensor: KeepTensor,
+        keep_media: KeepMedia,
+        on_end: Callable[[], None],
+    ) -> None:
+        """`on_end` is called when the terminal event went to the outbox: the slot is free again."""
+        self.slot = submit.slot
+        self._request_id = submit.request_id
+        self._outbox = outbox
+        self._keep_tensor = keep_tensor
+        self._keep_media = keep_media
+        self._credit: int | None = submit.credit or None
+        self._held: deque[tuple[list[int], str] | tuple[stage_pb.TaskEvent, int]] = deque()
+        self._granted = asyncio.Event()
+        self._submitted_at = time.monotonic()
+        self._started_at = 0.0
+        self._first_output = 0.0
+        self.engine_queue_s = 0.0
+        self.transfer_s = 0.0
+        self.completion_tokens = 0
+        self.finished = False
+        """The engine said the end; nothing more is taken from it."""
+        self.ended = False
+        """The terminal event is on its way."""
+        self._on_end = on_end
+
+    @property
+    def writable(self) -> bool:
+        """Whether `ready` would return at once."""
+        return self._outbox.has_room and (self._credit is None or (self._credit > 0 and not self._held))
+
+    async def ready(self) -> None:
+        """Wait until the consumer has credit for another frame and the link keeps up."""
+        while not self.writable and not self._outbox.closed:
+            if self._outbox.has_room:
+                self._granted.clear()
+                await self._granted.wait()
+            else:
+                await self._outbox.wait_for_room()
+
+    def started(self, engine_queue_s: float = 0.0) -> None:
+        """The engine began; only the first call counts."""
+        if self._started_at:
+            return
+        self._started_at = time.monotonic()
+        self.engine_queue_s = engine_queue_s
+        event = stage_pb.TaskEvent(slot=self.slot)
+        event.started.engine_queue.CopyFrom(duration(engine_queue_s))
+        event.started.transfer.CopyFrom(duration(self.transfer_s))
+        self._outbox.add_event(event)
+
+    def tokens(self, token_ids: Sequence[int], text: str) -> None:
+        """New token ids and their text."""
+        if self.finished:
+            return
+        ids = list(token_ids)
+        if not self._first_output:
+            self._first_output = time.monotonic()
+        self.completion_tokens += len(ids)
+        if self._credit is None:
+            self._outbox.add_tokens(self.slot, ids, text)
+        else:
+            self._held.append((ids, text))
+            self._release()
+
+    def text(self, delta: frame_pb.TextDelta) -> None:
+        """New text of any completion, with log-probabilities."""
+        self.completion_tokens += len(delta.token_ids)
+        self._piece(stage_pb.TaskEvent(slot=self.slot, text=delta), 0)
+
+    def progress(self, progress: frame_pb.Progress) -> None:
+        """A step was made; costs no credit."""
+        if self.finished:
+            return
+        if progress.HasField("preview"):
+            progress.preview.CopyFrom(self._keep_media(self._request_id, progress.preview))
+        self._outbox.add_event(stage_pb.TaskEvent(slot=self.slot, progress=progress), len(progress.preview.data))
+
+    def media(self, media: frame_pb.MediaOutput) -> None:
+        """A file is complete."""
+        kept = self._keep_media(self._request_id, media)
+        self._piece(stage_pb.TaskEvent(slot=self.slot, media=kept), len(kept.data))
+
+    def audio(self, chunk: frame_pb.AudioChunk) -> None:
+        """A piece of sound."""
+        size = len(chunk.samples.inline.data)
+        self._piece(stage_pb.TaskEvent(slot=self.slot, audio_chunk=chunk), size)
+
+    def tensor(self, name: str, array: Any) -> None:
+        """A named NumPy array, inline or by reference."""
+        value = self._keep_tensor(self._request_id, array)
+        event = stage_pb.TaskEvent(slot=self.slot, tensor=frame_pb.TensorOutput(name=name, value=value))
+        self._piece(event, len(value.inline.data))
+
+    def finish(self, finished: frame_pb.StageFinished) -> None:
+        """The task ended well. Timings that the engine did not fill in are filled in here."""
+        if self.finished:
+            return
+        self.finished = True
+        now, timings = time.monotonic(), finished.timings
+        if not timings.HasField("engine_queue"):
+            timings.engine_queue.CopyFrom(duration(self.engine_queue_s))
+        if not timings.HasField("first_output"):
+            timings.first_output.CopyFrom(duration((self._first_output or now) - self._submitted_at))
+        if not timings.HasField("transfer"):
+            timings.transfer.CopyFrom(duration(self.transfer_s))
+        timings.total.CopyFrom(duration(now - self._submitted_at))
+        self._end(stage_pb.TaskEvent(slot=self.slot, finished=finished))
+
+    def failed(self, error: MeshError) -> None:
+        """The task failed. What is held for lack of credit is dropped: a failure must not wait for a slow consumer."""
+        self.finished = True
+        self._held.clear()
+        self._end(stage_pb.TaskEvent(slot=self.slot, failed=error.to_status()))
+
+    def aborted(self) -> None:
+        """The engine let go of an aborted task; what was held is of no use any more."""
+        self.finished = True
+        self._held.clear()
+        event = stage_pb.TaskEvent(slot=self.slot)
+        event.aborted.usage.completion_tokens = self.completion_tokens
+        self._end(event)
+
+    def input_taken(self, chunks: int = 1) -> None:
+        """The engine took chunks of further input; costs no credit."""
+        self._outbox.add_event(stage_pb.TaskEvent(slot=self.slot, input_taken=stage_pb.InputTaken(chunks=chunks)))
+
+    def grant(self, units: int) -> None:
+        """The consumer may get `units` more."""
+        if self._credit is not None:
+            self._credit += units
+            self._release()
+            self._granted.set()
+
+    async def drained(self) -> None:
+        """Wait until nothing is held for lack of credit."""
+        while self._held and not self._outbox.closed:
+            self._granted.clear()
+            await self._granted.wait()
+
+    def closed(self) -> None:
+        """The link is gone: nobody may wait for credit any more."""
+        self._held.clear()
+        self._granted.set()
+
+    def _piece(self, event: stage_pb.TaskEvent, size_bytes: int) -> None:
+        if self.finished:
+            return
+        if not self._first_output:
+            self._first_output = time.monotonic()
+        if self._credit is None:
+            self._outbox.add_event(event, size_bytes)
+        else:
+            self._held.append((event, size_bytes))
+            self._release()
+
+    def _end(self, event: stage_pb.TaskEvent) -> None:
+        if self._held:
+            self._held.append((event, -1))
+        else:
+            self._say_end(event)
+
+    def _say_end(self, event: stage_pb.TaskEvent) -> None:
+        self.ended = True
+        self._outbox.add_event(event)
+        self._on_end()
+
+    def _release(self) -> None:
+        """Move what the credit pays for from here to the outbox, in order."""
+        assert self._credit is not None
+        while self._held:
+            first, second = self._held[0]
+            if isinstance(first, stage_pb.TaskEvent):
+                assert isinstance(second, int)
+                if second < 0:
+                    self._say_end(first)
+                elif self._credit <= 0:
+                    return
+                else:
+                    self._outbox.add_event(first, second)
+                    self._credit -= 1
+            else:
+                assert isinstance(second, str)
+                if self._credit <= 0 and first:
+                    return
+                if len(first) > self._credit:
+                    # Text cannot be cut at tokens, so it goes with the last of them.
+                    self._outbox.add_tokens(self.slot, first[: self._credit], "")
+                    self._held[0] = (first[self._credit :], second)
+                    self._credit = 0
+                    return
+                self._outbox.add_tokens(self.slot, first, second)
+                self._credit -= len(first)
+            self._held.popleft()
+
+
+def duration(seconds: float) -> Duration:
+    """A protobuf duration of `seconds`, never negative."""
+    result = Duration()
+    result.FromNanoseconds(int(max(0.0, seconds) * 1e9))
+    return result

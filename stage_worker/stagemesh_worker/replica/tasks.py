@@ -1,0 +1,142 @@
+"""One task from its submission to its one terminal event. No exception of a task leaves this file."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from stagemesh.rpc.errors import MeshError, Reason
+from stagemesh.v1 import frame_pb2 as frame_pb
+from stagemesh.v1 import stage_pb2 as stage_pb
+from stagemesh_worker.adapters import AdapterRunner, StageInput, TaskAdapter
+from stagemesh_worker.engines.base import Engine, EngineInput, EngineTask
+from stagemesh_worker.replica.inputs import FurtherInput, Resolver, read_prompt, read_upstream
+from stagemesh_worker.replica.sink import SlotSink
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskContext:
+    """What all tasks of a replica share."""
+
+    engine: Engine
+    adapters: AdapterRunner
+    resolver: Resolver
+
+
+class RunningTask:
+    """A task in a slot, and the asyncio task that runs it."""
+
+    def __init__(self, submit: stage_pb.SubmitTask, sink: SlotSink, context: TaskContext, is_probe: bool) -> None:
+        self.submit = submit
+        self.sink = sink
+        self._context = context
+        self._is_probe = is_probe
+        self._further = FurtherInput(sink.input_taken) if submit.more_input else None
+        self._ending: MeshError | None = None
+        self.work = asyncio.create_task(self._visit(), name=f"task {submit.request_id}")
+        self.work.add_done_callback(self._conclude)
+
+    def append(self, chunk: stage_pb.AppendInput) -> None:
+        """Further input; a chunk for a task that takes none fails that task."""
+        try:
+            if self._further is None:
+                raise MeshError(Reason.INVALID_REQUEST, "input for a task that was submitted as complete")
+            self._further.append(chunk)
+        except MeshError as error:
+            self.fail(error)
+
+    def abort(self) -> None:
+        """Stop it; its Aborted event follows once the engine let go."""
+        self.work.cancel()
+
+    def fail(self, error: MeshError) -> None:
+        """Stop it for a reason of this replica's; its Failed event follows once the engine let go."""
+        if self._ending is None:
+            self._ending = error
+        self.work.cancel()
+
+    def _conclude(self, work: asyncio.Task[None]) -> None:
+        """Say how it ended, unless the engine said so itself. Also right for a task that never began to run."""
+        if self.sink.ended:
+            if not work.cancelled() and work.exception() is not None:
+                log.error("request %s: error after its end: %s", self.submit.request_id, work.exception())
+            return
+        if work.cancelled():
+            if self._ending is not None:
+                self.sink.failed(self._ending)
+            else:
+                self.sink.aborted()
+            return
+        error = work.exception()
+        if error is None:
+            error = MeshError(Reason.STAGE_FAILED, "the engine returned without an end")
+        elif not isinstance(error, MeshError):
+            log.error("request %s: the engine raised", self.submit.request_id, exc_info=error)
+            error = MeshError(Reason.STAGE_FAILED, f"{type(error).__name__}: {error}")
+        error.metadata.setdefault("stage", self._context.engine.stage.name)
+        self.sink.failed(error)
+
+    async def _visit(self) -> None:
+        """The task's work within its deadline, and until a slow consumer has taken all of it."""
+        if not self.submit.HasField("time_left"):
+            await self._execute()
+            await self.sink.drained()
+            return
+        left = self.submit.time_left.ToNanoseconds() / 1e9
+        try:
+            async with asyncio.timeout(left) as scope:
+                await self._execute()
+                await self.sink.drained()
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise MeshError(Reason.REQUEST_TIMEOUT, f"the stage was not done within {left:.3f} s") from None
+
+    async def _execute(self) -> None:
+        submit, loop = self.submit, asyncio.get_running_loop()
+        began = loop.time()
+        request = await read_prompt(submit.prompt, self._context.resolver)
+        inputs = [await read_upstream(item, self._context.resolver) for item in submit.inputs]
+        if inputs:
+            self.sink.transfer_s = loop.time() - began
+        adapter = self._context.adapters.for_task()
+        further = self._further_inputs(adapter, request) if self._further is not None else None
+        first = request if self._is_probe else await self._first(adapter, request, inputs, further)
+        if first is None:
+            # The stages before made nothing, so there is nothing to make: an empty output is the right answer.
+            self.sink.started()
+            self.sink.finish(frame_pb.StageFinished(finish_reason=frame_pb.FINISH_REASON_COMPLETE))
+            return
+        await self._context.engine.run(EngineTask(submit, first, further), self.sink)
+
+    async def _first(
+        self,
+        adapter: TaskAdapter,
+        request: EngineInput,
+        inputs: Sequence[StageInput],
+        further: AsyncIterator[EngineInput] | None,
+    ) -> EngineInput | None:
+        """The input to start with. On a stream edge that brought nothing yet, the first chunk that does."""
+        waits_for_chunk = further is not None and self._context.engine.stage.inputs
+        if waits_for_chunk and all(item.is_empty for item in inputs):
+            assert further is not None
+            return await anext(further, None)
+        return await adapter(request, inputs)
+
+    async def _further_inputs(self, adapter: TaskAdapter, request: EngineInput) -> AsyncIterator[EngineInput]:
+        """Further chunks, each through the adapter; chunks that hold nothing are passed over."""
+        assert self._further is not None
+        async for chunk in self._further.chunks():
+            if chunk.HasField("chunk"):
+                output = await read_upstream(chunk.chunk, self._context.resolver)
+                made = None if output.is_empty else await adapter(request, [output])
+            elif chunk.HasField("prompt"):
+                made = await adapter(await read_prompt(chunk.prompt, self._context.resolver), [])
+            else:
+                made = None
+            if made is not None:
+                yield made
