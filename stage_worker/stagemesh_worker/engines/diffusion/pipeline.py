@@ -243,7 +243,7 @@ def _native_size(pipe: DiffusionPipeline, parameters: Mapping[str, inspect.Param
 
 
 def _sample_rate(pipe: DiffusionPipeline) -> int:
-    for name in ("vocoder", "vae", "mel"):
+    for name in ("vocoder", "vae", "mel", "unet"):
         config = getattr(getattr(pipe, name, None), "config", None)
         for key in ("sampling_rate", "sample_rate"):
             rate = getattr(config, key, None)
