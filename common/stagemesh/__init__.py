@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         Usage,
         Video,
     )
+    from stagemesh.client.mesh import AsyncMesh, Mesh
     from stagemesh.rpc.errors import MeshError, Reason
 
 __version__ = "0.1.0"
@@ -56,6 +57,7 @@ __all__ = [
     "AccessDenied",
     "AlreadyRunning",
     "AsyncClient",
+    "AsyncMesh",
     "Audio",
     "AudioChunk",
     "Client",
@@ -68,6 +70,7 @@ __all__ = [
     "Llm",
     "Media",
     "MediaInput",
+    "Mesh",
     "MeshError",
     "NotFound",
     "Overloaded",
@@ -92,7 +95,12 @@ __all__ = [
     "Usage",
     "Video",
 ]
-_ELSEWHERE = {"MeshError": "stagemesh.rpc.errors", "Reason": "stagemesh.rpc.errors"}
+_ELSEWHERE = {
+    "AsyncMesh": "stagemesh.client.mesh",
+    "Mesh": "stagemesh.client.mesh",
+    "MeshError": "stagemesh.rpc.errors",
+    "Reason": "stagemesh.rpc.errors",
+}
 
 
 def __getattr__(name: str) -> object:

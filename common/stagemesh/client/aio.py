@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
+from stagemesh.addresses import default_head
 from stagemesh.client.connection import (
     CALL_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
@@ -15,7 +16,6 @@ from stagemesh.client.connection import (
     Connection,
     abort_message,
     add_sampling,
-    default_address,
 )
 from stagemesh.client.errors import from_call
 from stagemesh.client.frames import Frame
@@ -52,7 +52,7 @@ class AsyncClient:
         security: Security | None = None,
     ) -> None:
         self._connection = Connection(
-            address or default_address(),
+            address or default_head(),
             timeout,
             RetryPolicy(max_retries, resume_window),
             security or Security.from_environment(),

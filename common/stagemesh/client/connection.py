@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from google.protobuf import duration_pb2
 
+from stagemesh.addresses import default_head
 from stagemesh.client.errors import InvalidRequest, invalid
 from stagemesh.client.journey import Journey, RetryPolicy
 from stagemesh.client.pipelines import PipelineInfo
@@ -17,8 +17,6 @@ from stagemesh.rpc.errors import Reason
 from stagemesh.rpc.security import Security
 from stagemesh.v1 import inference_pb2 as inference_pb
 
-DEFAULT_ADDRESS = "127.0.0.1:8470"
-ADDRESS_VARIABLE = "STAGEMESH_HEAD"
 DEFAULT_TIMEOUT_S = 600.0
 """Of a whole request: a picture of a large model on a busy mesh takes minutes."""
 CALL_TIMEOUT_S = 10.0
@@ -26,16 +24,11 @@ CALL_TIMEOUT_S = 10.0
 PAGE_SIZE = 1000
 
 
-def default_address() -> str:
-    """host:port of the head: the environment's, or the default."""
-    return os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS
-
-
 @dataclass(frozen=True, slots=True)
 class Connection:
     """Settings of a client."""
 
-    address: str = field(default_factory=default_address)
+    address: str = field(default_factory=default_head)
     """host:port of a head or gateway, or another gRPC target such as `dns:///head:8470`."""
     timeout_s: float = DEFAULT_TIMEOUT_S
     retries: RetryPolicy = field(default_factory=RetryPolicy)

@@ -1,0 +1,1 @@
+"""A head and a node agent as child processes: what `stagemesh up` and `stagemesh.Mesh` share."""
