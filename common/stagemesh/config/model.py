@@ -1,0 +1,200 @@
+"""A resolved pipeline: frozen, validated, JSON round-trip.
+
+These models are what the head serves and what travels to the workers. How files become one is `load.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from stagemesh.config.errors import suggest
+
+LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+ENGINE_BY_TYPE = {"llm": "vllm", "diffusion": "diffusion"}
+OUTPUT_BY_TYPE = {"llm": "text", "diffusion": "image"}
+OutputType = Literal["text", "image", "audio", "video", "latent"]
+EdgeMode = Literal["whole", "stream"]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Runtime(_Frozen):
+    """Where and how often a stage runs."""
+
+    devices: str | tuple[int, ...] | None = None
+    """Device numbers on a node: "0,1", a list, "auto" or unset; `layout.split_devices` shares a list among replicas."""
+    num_replicas: Annotated[int, Field(ge=0)] = 1
+    """Replicas wanted; 0 for a stage that other nodes will fill."""
+    process: bool = True
+    """Kept for files of other systems: a replica is always a process of its own."""
+    max_batch_size: Annotated[int, Field(ge=1)] | None = None
+    """Most requests in one engine batch; unset leaves it to the engine."""
+    shared_devices: bool = False
+    """Replicas may lie on devices of other stages' replicas; never on each other's."""
+    stage_init_timeout: Annotated[float, Field(gt=0)] = 300.0
+    """Seconds a replica may take to become READY."""
+    stuck_after: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds without an engine step, while there is work, after which a replica counts as stuck."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the replica process."""
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _one_device(cls, value: object) -> object:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+class StageLimits(_Frozen):
+    """Bounds of one stage."""
+
+    max_prompt_bytes: Annotated[int, Field(ge=1)] = 1 << 20
+    """Largest prompt that the stage takes, in bytes."""
+
+
+class Routing(_Frozen):
+    """How tasks are spread over a stage's replicas."""
+
+    policy: str = "least-queue-length"
+    """random, round-robin, least-queue-length, power-of-two, prefix-affinity or a plug-in's."""
+
+
+class Limits(_Frozen):
+    """Bounds of the whole pipeline."""
+
+    max_inflight: Annotated[int, Field(ge=1)] = 1024
+    """Requests that run at once."""
+    max_waiting: Annotated[int, Field(ge=0)] = 1024
+    """Tasks that wait for a replica at once, per stage."""
+    request_timeout: Annotated[float, Field(gt=0)] | None = 600.0
+    """Seconds a request may take when its client set no deadline; null: for ever."""
+    tensor_threshold_bytes: Annotated[int, Field(ge=0)] = 64 << 10
+    """Outputs from this size stay with their producer and travel by reference."""
+
+
+class Stage(_Frozen):
+    """One model of a pipeline."""
+
+    stage_id: Annotated[int, Field(ge=0)] = 0
+    """Position in the file, from 0."""
+    name: str
+    """RFC-1123 label, unique in the pipeline."""
+    stage_type: str = "llm"
+    """llm, diffusion, or a plug-in's."""
+    engine: str = ""
+    """Engine class: vllm, diffusion, synthetic or a plug-in's; by `stage_type` when unset."""
+    model: str = ""
+    """Folder or name of the model; relative paths are relative to the pipeline file."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Options for the engine, checked by the worker against the engine's real fields."""
+    runtime: Runtime = Runtime()
+    inputs: tuple[str, ...] = ()
+    """Names of the stages that it reads. In a file: names or ids, the stage before when unset."""
+    input_adapter: str | None = None
+    """How it reads them: a built-in adapter or a dotted path; by type when unset."""
+    adapter_args: dict[str, Any] = Field(default_factory=dict)
+    """Options of the adapter, such as `template`."""
+    final_output: bool = False
+    """Its output goes to the client. In a file: true for stages that nobody reads."""
+    final_output_type: OutputType = "text"
+    """Kind of its output; by `stage_type` when unset."""
+    default_sampling_params: dict[str, Any] = Field(default_factory=dict)
+    """For fields that a request leaves unset."""
+    is_comprehension: bool = False
+    """It understands the prompt (tokenizes it) for the stages after it."""
+    is_prefill_only: bool = False
+    """The prefill half of a prefill/decode pair."""
+    is_decode_only: bool = False
+    """The decode half of a prefill/decode pair."""
+    connector: str | None = None
+    """KV connector of a prefill/decode pair."""
+    prompt_expand: str | None = None
+    """Dotted path of a function that makes companions of a prompt."""
+    edge: EdgeMode = "whole"
+    """Start when the inputs are complete, or at their first chunk."""
+    lora_modules: dict[str, str] = Field(default_factory=dict)
+    """Adapters that requests may ask for: name to path."""
+    limits: StageLimits = StageLimits()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_by_type(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        kind = values.get("stage_type", "llm")
+        filled = dict(values)
+        if not filled.get("engine") and isinstance(kind, str) and kind in ENGINE_BY_TYPE:
+            filled["engine"] = ENGINE_BY_TYPE[kind]
+        if filled.get("final_output_type") is None:
+            filled["final_output_type"] = OUTPUT_BY_TYPE.get(kind, "text") if isinstance(kind, str) else "text"
+        return filled
+
+    @field_validator("name")
+    @classmethod
+    def _label(cls, name: str) -> str:
+        return check_label(name)
+
+    @field_validator("engine")
+    @classmethod
+    def _has_engine(cls, engine: str) -> str:
+        if not engine:
+            raise ValueError(f"a stage_type other than {', '.join(ENGINE_BY_TYPE)} must name its engine")
+        return engine
+
+
+class Pipeline(_Frozen):
+    """A graph of stages."""
+
+    name: str
+    """RFC-1123 label; the file's name when unset."""
+    stages: tuple[Stage, ...]
+    routing: Routing = Routing()
+    limits: Limits = Limits()
+
+    @field_validator("name")
+    @classmethod
+    def _label(cls, name: str) -> str:
+        return check_label(name)
+
+    @field_validator("stages")
+    @classmethod
+    def _some(cls, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        if not stages:
+            raise ValueError("a pipeline needs at least one stage")
+        return stages
+
+    @property
+    def revision(self) -> str:
+        """Short hash of everything in it: equal pipelines have equal revisions."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def stage(self, name_or_id: str | int) -> Stage:
+        """A stage by its name or id. Raises KeyError with a did-you-mean."""
+        for stage in self.stages:
+            if name_or_id in (stage.name, stage.stage_id) or str(name_or_id) == str(stage.stage_id):
+                return stage
+        names = [stage.name for stage in self.stages]
+        hint = suggest(str(name_or_id), names) or f"stages are {', '.join(names)}"
+        raise KeyError(f"pipeline {self.name!r} has no stage {name_or_id!r}; {hint}")
+
+    def outputs(self) -> tuple[Stage, ...]:
+        """The stages whose output goes to the client."""
+        return tuple(stage for stage in self.stages if stage.final_output)
+
+    def consumers(self, stage: Stage) -> tuple[Stage, ...]:
+        """The stages that read `stage`."""
+        return tuple(other for other in self.stages if stage.name in other.inputs)
+
+
+def check_label(name: str) -> str:
+    """An RFC-1123 label, as names of pipelines and stages are. Raises ValueError."""
+    if not LABEL.fullmatch(name):
+        raise ValueError("must be 1 to 63 of a-z, 0-9 and '-', beginning and ending with a letter or digit")
+    return name
