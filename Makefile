@@ -69,6 +69,11 @@ test: install-dev ## Run all tests, with real engines
 test-fast: install-dev ## Run the tests that start no real engine
 	$(BIN)/python -m pytest -m 'not engines'
 
+.PHONY: clients
+clients: $(NODE_CLIENT) ## Install what the clients in other languages need (Debian, as root) and build them
+	examples/clients/install-debian.sh
+	for language in go java cpp ruby; do $(MAKE) --no-print-directory -C examples/clients/$$language; done
+
 # ------------------------------------------------------------------ keep the house in order
 .PHONY: check
 check: install-dev lint-protos ## Lint, types, contract lint and drift, import arrows
