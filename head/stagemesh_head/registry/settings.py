@@ -17,7 +17,7 @@ class RegistrySettings:
     lease_s: float = 10.0
     """A node without heartbeats for that long is GONE."""
     settle_s: float | None = None
-    """After a restart of the head, wait that long for nodes to come back before their slots go to others; None: one lease."""
+    """After a restart of the head, free slots wait that long for the nodes that had them; None: one lease."""
     gone_rows_s: float = 600.0
     """Rows of nodes and replicas that are GONE are kept that long for people."""
     hello_timeout_s: float = 10.0

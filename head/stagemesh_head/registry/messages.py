@@ -1,0 +1,65 @@
+"""The head's messages to a node."""
+
+from __future__ import annotations
+
+from google.protobuf import duration_pb2
+
+from stagemesh.v1 import registry_pb2 as registry_pb
+from stagemesh.v1 import replica_pb2 as replica_pb
+from stagemesh_head.registry.rows import ReplicaKey
+from stagemesh_head.registry.settings import RegistrySettings
+from stagemesh_head.registry.state import Node, Replica, StageEntry
+
+
+def duration(seconds: float) -> duration_pb2.Duration:
+    """Seconds as a message; below zero is zero."""
+    message = duration_pb2.Duration()
+    message.FromNanoseconds(max(0, round(seconds * 1e9)))
+    return message
+
+
+def replica_ref(key: ReplicaKey, incarnation: str = "") -> replica_pb.ReplicaRef:
+    """A replica's name on the wire."""
+    return replica_pb.ReplicaRef(
+        pipeline=key.pipeline, stage=key.stage, replica_id=key.replica_id, incarnation=incarnation
+    )
+
+
+def welcome(settings: RegistrySettings) -> registry_pb.JoinResponse:
+    """Answer to Hello; the shell fills in the header."""
+    return registry_pb.JoinResponse(
+        welcome=registry_pb.Welcome(
+            heartbeat_interval=duration(settings.heartbeat_interval_s), lease_duration=duration(settings.lease_s)
+        )
+    )
+
+
+def heartbeat_ack(sequence: int) -> registry_pb.JoinResponse:
+    """Answer to a heartbeat."""
+    return registry_pb.JoinResponse(heartbeat_ack=registry_pb.HeartbeatAck(sequence=sequence))
+
+
+def assignment(replica: Replica, node: Node, entry: StageEntry) -> registry_pb.JoinResponse:
+    """Run this replica."""
+    given = set(replica.device_ids)
+    return registry_pb.JoinResponse(
+        assignment=registry_pb.Assignment(
+            replica=replica_ref(replica.key),
+            pipeline_revision=replica.revision,
+            devices=[device for device in node.hello.devices if device.id in given],
+            stage_config_json=entry.config_json,
+            start_timeout=duration(entry.config.runtime.stage_init_timeout),
+        )
+    )
+
+
+def revocation(key: ReplicaKey, incarnation: str, grace_s: float, reason: str) -> registry_pb.JoinResponse:
+    """Stop this replica."""
+    return registry_pb.JoinResponse(
+        revocation=registry_pb.Revocation(replica=replica_ref(key, incarnation), grace=duration(grace_s), reason=reason)
+    )
+
+
+def drain_order(grace_s: float, reason: str) -> registry_pb.JoinResponse:
+    """Leave."""
+    return registry_pb.JoinResponse(drain=registry_pb.DrainOrder(grace=duration(grace_s), reason=reason))
