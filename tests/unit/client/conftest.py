@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from scripted_head import Script, ScriptedHead
 
 from stagemesh import AsyncClient, Client, Frame
+from tests.unit.client.scripted_head import Script, ScriptedHead
 
 
 @pytest.fixture

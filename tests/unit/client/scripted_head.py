@@ -6,11 +6,13 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 
 from stagemesh.rpc.errors import DETAILS_KEY, MeshError
 from stagemesh.rpc.options import SERVER_OPTIONS
+from stagemesh.v1 import admin_pb2_grpc as admin_grpc
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.v1 import inference_pb2_grpc as inference_grpc
@@ -28,13 +30,17 @@ def fail(context: grpc.ServicerContext, error: MeshError) -> None:
 class ScriptedHead(inference_grpc.InferenceServiceServicer):
     """Plays `scripts` in order, the last one for ever; keeps what it was asked."""
 
-    def __init__(self, *scripts: Script, port: int = 0) -> None:
+    def __init__(self, *scripts: Script, port: int = 0, admin: Any = None) -> None:
         self.scripts = list(scripts)
         self.requests: list[inference_pb.GenerateRequest] = []
         self.cancelled = threading.Event()
         self.asked_pipeline = 0
+        self.ready_writers = 1
         self._server = grpc.server(ThreadPoolExecutor(8), options=SERVER_OPTIONS)
         inference_grpc.add_InferenceServiceServicer_to_server(self, self._server)
+        self.admin = admin
+        if admin is not None:
+            admin_grpc.add_AdminServiceServicer_to_server(admin, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
         self._server.start()
 
@@ -68,9 +74,16 @@ class ScriptedHead(inference_grpc.InferenceServiceServicer):
         # One row a page, so that a client that ignores the token misses some.
         names = ["portraits", "shapes"]
         position = int(request.page_token or 0)
+        writer = pipeline_pb.StageInfo(
+            name="writer",
+            stage_type="llm",
+            output_modality=frame_pb.MODALITY_TEXT,
+            target_replicas=1,
+            ready_replicas=self.ready_writers,
+        )
         following = str(position + 1) if position + 1 < len(names) else ""
         return inference_pb.ListPipelinesResponse(
-            pipelines=[pipeline_pb.PipelineInfo(name=names[position])], next_page_token=following
+            pipelines=[pipeline_pb.PipelineInfo(name=names[position], stages=[writer])], next_page_token=following
         )
 
     def GetPipeline(self, request, context):  # type: ignore[no-untyped-def]

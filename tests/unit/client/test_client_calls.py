@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from scripted_head import ScriptedHead, free_port, whole_answer
 
 from stagemesh import AsyncClient, Client, InvalidRequest, Unreachable
+from tests.unit.client.scripted_head import ScriptedHead, free_port, whole_answer
 
 Head = Callable[..., ScriptedHead]
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from scripted_head import ScriptedHead, fail, failing, framed, free_port, text, the_end, whole_answer
 
 from stagemesh import (
     Client,
@@ -31,6 +30,7 @@ from stagemesh import (
     Unreachable,
 )
 from stagemesh.v1 import frame_pb2 as frame_pb
+from tests.unit.client.scripted_head import ScriptedHead, fail, failing, framed, free_port, text, the_end, whole_answer
 
 Head = Callable[..., ScriptedHead]
 Generate = Callable[..., list[Frame]]
