@@ -30,8 +30,11 @@ class Gateway:
         *,
         recovery: RecoveryLimits | None = None,
         call_methods: Sequence[str] = (),
+        target: Callable[[str, str], int] | None = None,
     ) -> None:
-        """Args: call_methods: control methods that the operator allows beyond the usual ones.
+        """Args:
+            call_methods: control methods that the operator allows beyond the usual ones.
+            target: how many replicas a (pipeline, stage) should have; the pipeline file's number when None.
 
         Raises:
             ValueError: a pipeline names a policy that there is not, or default parameters that are wrong.
@@ -40,7 +43,7 @@ class Gateway:
         self.links = LinkManager(membership, header().head_epoch, self.pools.replica_changed)
         self.orchestrator = Orchestrator(pipelines, self.pools, recovery=recovery)
         self.calls = StageCalls(self.links, call_methods)
-        self._servicer = InferenceServicer(self.orchestrator, Catalogue(pipelines, self.pools, membership), header)
+        self._servicer = InferenceServicer(self.orchestrator, Catalogue(pipelines, self.pools, target), header)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve InferenceService on `server`."""

@@ -122,7 +122,7 @@ class Link:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 await call.write(self._opening())
                 first = await call.read()
-            if first is grpc.aio.EOF or not first.HasField("ready"):
+            if not isinstance(first, stage_pb.ExecuteResponse) or not first.HasField("ready"):
                 raise MeshError(Reason.REPLICA_LOST, f"replica {self.key}: the stream ended before it was ready")
             self.max_concurrency = first.ready.max_concurrency
             self._outbox.clear()

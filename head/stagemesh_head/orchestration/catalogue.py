@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from google.protobuf import json_format
 
@@ -10,7 +11,6 @@ from stagemesh.config import Pipeline, Stage
 from stagemesh.rpc.errors import MeshError, Reason, invalid
 from stagemesh.v1 import pipeline_pb2 as pipeline_pb
 from stagemesh_head.orchestration.plan import MODALITIES
-from stagemesh_head.registry.rows import Membership
 from stagemesh_head.routing.pools import Pools
 
 _EDGES = {"whole": pipeline_pb.EDGE_MODE_WHOLE, "stream": pipeline_pb.EDGE_MODE_STREAM}
@@ -20,10 +20,15 @@ _TASKS = {"text": "generate", "image": "generate", "video": "generate", "latent"
 class Catalogue:
     """The pipelines of a head, as they are now."""
 
-    def __init__(self, pipelines: Iterable[Pipeline], pools: Pools, membership: Membership) -> None:
+    def __init__(
+        self, pipelines: Iterable[Pipeline], pools: Pools, target: Callable[[str, str], int] | None = None
+    ) -> None:
+        """Args: target: how many replicas a (pipeline, stage) should have; the file's number when None."""
         self._pipelines = {pipeline.name: pipeline for pipeline in sorted(pipelines, key=lambda one: one.name)}
+        # A revision is a hash of the whole pipeline: worked out once.
+        self._revisions = {name: pipeline.revision for name, pipeline in self._pipelines.items()}
         self._pools = pools
-        self._membership = membership
+        self._target_of = target
 
     def names(self) -> list[str]:
         """In order."""
@@ -36,7 +41,7 @@ class Catalogue:
             MeshError: INVALID_REQUEST, no name where there are several; UNKNOWN_PIPELINE.
         """
         pipeline = self._find(name)
-        info = pipeline_pb.PipelineInfo(name=pipeline.name, revision=pipeline.revision)
+        info = pipeline_pb.PipelineInfo(name=pipeline.name, revision=self._revisions[pipeline.name])
         info.stages.extend(self._stage(pipeline, stage) for stage in pipeline.stages)
         return info
 
@@ -69,7 +74,7 @@ class Catalogue:
             inputs=stage.inputs,
             edge=_EDGES[stage.edge],
             final_output=bool(stage.final_output),
-            output_modality=MODALITIES[kind],  # type: ignore[arg-type]
+            output_modality=MODALITIES[kind],
             supported_tasks=[_TASKS[kind]],
             target_replicas=self._target(pipeline, stage),
             ready_replicas=self._pools.of(pipeline.name, stage.name).ready,
@@ -80,11 +85,12 @@ class Catalogue:
         return info
 
     def _target(self, pipeline: Pipeline, stage: Stage) -> int:
-        target = getattr(self._membership, "target_replicas", None)
-        return target(pipeline.name, stage.name) if target is not None else stage.runtime.num_replicas
+        if self._target_of is None:
+            return stage.runtime.num_replicas
+        return self._target_of(pipeline.name, stage.name)
 
 
-def _plain(value: object) -> object:
+def _plain(value: Any) -> Any:
     """As JSON has it: string keys, lists."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}

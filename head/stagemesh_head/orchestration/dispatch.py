@@ -13,7 +13,7 @@ from stagemesh_head.orchestration.plan import Plan
 from stagemesh_head.orchestration.task import Task
 
 KV_TRANSFER = "kv_transfer_params"
-_PREFILL_HAND_OFF: Mapping[str, object] = {
+_PREFILL_HAND_OFF: Mapping[str, bool | None] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
     "remote_engine_id": None,

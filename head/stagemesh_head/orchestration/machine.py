@@ -413,7 +413,7 @@ class RequestMachine:
                 self._out.append(ev.DeliverFinished(task.name))
         self._end(finished=frame_pb.FINISH_REASON_ABORT)
 
-    def _end(self, *, finished: frame_pb.FinishReason | None = None, error: MeshError | None = None) -> None:
+    def _end(self, *, finished: frame_pb.FinishReason.ValueType | None = None, error: MeshError | None = None) -> None:
         if self.is_ended:
             return
         self.is_ended = True

@@ -55,7 +55,7 @@ class Orchestrator:
         """Check a request and start it. The caller empties its stream, and calls `close` in any case.
 
         Args:
-            time_left_s: of the client's call; the pipeline's request timeout bounds it.
+            time_left_s: of the client's call; without one the pipeline's request timeout holds.
 
         Raises:
             MeshError: it is not valid, its id is running, or the mesh is at its limit; nothing was submitted.
@@ -71,9 +71,9 @@ class Orchestrator:
                 request_id=request.request_id,
             )
         plan = planner.plan(request, traceparent)
-        limit = planner.pipeline.limits.request_timeout
-        left = limit if time_left_s is None else min(time_left_s, limit)
-        run = RequestRun(plan, self._around, deadline=monotonic() + left, ended=self._ended)
+        left = planner.pipeline.limits.request_timeout if time_left_s is None else time_left_s
+        deadline = None if left is None else monotonic() + left
+        run = RequestRun(plan, self._around, deadline=deadline, ended=self._ended)
         admission = self._admissions[planner.pipeline.name]
 
         def admitted() -> None:

@@ -13,7 +13,7 @@ from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh_head.orchestration import params as stage_params
 from stagemesh_head.orchestration.recovery import ResumeMode, resume_mode
 
-MODALITIES: dict[str, int] = {
+MODALITIES: dict[str, frame_pb.Modality.ValueType] = {
     "text": frame_pb.MODALITY_TEXT,
     "image": frame_pb.MODALITY_IMAGE,
     "audio": frame_pb.MODALITY_AUDIO,
@@ -106,7 +106,7 @@ class Planner:
             traceparent=traceparent,
         )
 
-    def wanted_outputs(self, names: Sequence[str], modalities: Sequence[int]) -> frozenset[str]:
+    def wanted_outputs(self, names: Sequence[str], modalities: Sequence[frame_pb.Modality.ValueType]) -> frozenset[str]:
         """Names of the output stages that a request wants: by name, else by modality, else all."""
         available = {stage.name: stage for stage in self._outputs}
         if names:

@@ -42,7 +42,7 @@ def cut_short(task: Task, usage: frame_pb.Usage | None, now: float) -> frame_pb.
 
 
 def end_of(
-    tasks: Sequence[Task], reason: frame_pb.FinishReason, started_at: float, now: float
+    tasks: Sequence[Task], reason: frame_pb.FinishReason.ValueType, started_at: float, now: float
 ) -> inference_pb.RequestFinished:
     """The last message of a stream that ends well."""
     finished = inference_pb.RequestFinished(finish_reason=reason, total=seconds(now - started_at))

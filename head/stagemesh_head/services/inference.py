@@ -15,7 +15,7 @@ from stagemesh_head.orchestration.catalogue import Catalogue
 from stagemesh_head.orchestration.orchestrator import Orchestrator
 from stagemesh_head.services.paging import page_of
 
-Context = grpc.aio.ServicerContext  # type: ignore[type-arg]
+Context = grpc.aio.ServicerContext[Any, Any]
 
 DEADLINE_MARGIN_S, DEADLINE_MARGIN_SHARE = 0.05, 0.1
 """The head's own deadline comes this long before the call's, so that its answer still reaches the client."""
@@ -62,7 +62,9 @@ class InferenceServicer(inference_rpc.InferenceServiceServicer):
     ) -> inference_pb.ListPipelinesResponse:
         """A page of pipelines by name."""
         try:
-            names, following = page_of(self._catalogue.names(), request.page_size, request.page_token)
+            names, following = page_of(
+                self._catalogue.names(), lambda name: [name], request.page_size, request.page_token
+            )
         except MeshError as error:
             await error.abort(context)
         return inference_pb.ListPipelinesResponse(

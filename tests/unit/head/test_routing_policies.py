@@ -92,7 +92,7 @@ def test_affinity_moves_only_the_keys_of_the_replica_that_left() -> None:
     before = [policy.choose(replicas(0, 1, 2, 3), hint).replica_id for hint in hints]
     after = [policy.choose(replicas(0, 1, 3), hint).replica_id for hint in hints]
     assert all(a == b for a, b in zip(after, before, strict=True) if b != 2)
-    assert {b for b in before} == {0, 1, 2, 3}
+    assert set(before) == {0, 1, 2, 3}
 
 
 def test_affinity_bounds_the_load_of_a_hot_prefix() -> None:

@@ -143,7 +143,9 @@ def test_missing_says_what_state_the_replicas_are_in() -> None:
     assert "replica 1 is ready, but this head has no link to it" in pool.missing().message
 
 
-@given(st.lists(st.tuples(st.sampled_from(["pick", "release", "ready", "suspect", "restart", "gone"]), st.integers(0, 3))))
+@given(
+    st.lists(st.tuples(st.sampled_from(["pick", "release", "ready", "suspect", "restart", "gone"]), st.integers(0, 3)))
+)
 def test_counters_are_exact_and_never_negative(steps: list[tuple[str, int]]) -> None:
     pool, held, incarnation = pool_of(0, 1, 2, 3), list[Binding](), 0
     for step, replica_id in steps:

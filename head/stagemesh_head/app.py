@@ -1,0 +1,174 @@
+"""The composition root of a head: the only file that knows every room."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from stagemesh.config import Pipeline
+from stagemesh.rpc.health import Health
+from stagemesh.rpc.server import bind, create_server
+from stagemesh.v1 import admin_pb2_grpc as admin_rpc
+from stagemesh.v1 import registry_pb2_grpc as registry_rpc
+from stagemesh_head.gateway import Gateway
+from stagemesh_head.orchestration.recovery import RecoveryLimits
+from stagemesh_head.registry.registry import Registry
+from stagemesh_head.registry.settings import RegistrySettings
+from stagemesh_head.registry.state import StageKey
+from stagemesh_head.services.admin import AdminServicer
+from stagemesh_head.services.registry import RegistryServicer
+
+log = logging.getLogger(__name__)
+
+CLIENT_SERVICES = ("stagemesh.v1.InferenceService", "stagemesh.v1.AdminService")
+REGISTRY_SERVICES = ("stagemesh.v1.RegistryService",)
+STOP_GRACE_S = 1.0
+"""For answers on their way, once every request has its end."""
+EXIT_WITHIN_S = 5.0
+"""An interpreter that does not end by itself after that is ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSettings:
+    """What an operator may set about a head."""
+
+    listen: str = "127.0.0.1:8470"
+    """host:port for clients, operators and nodes; port 0 picks one."""
+    registry_listen: str | None = None
+    """Another host:port for nodes; None: the same."""
+    ready_file: Path | None = None
+    """Gets one line, host:port of `listen`, once the head serves."""
+    drain_timeout_s: float = 30.0
+    """Time that requests in flight have when the head is told to stop."""
+    call_methods: tuple[str, ...] = ()
+    """Control methods that operators may run on replicas beyond the usual ones."""
+    registry: RegistrySettings = field(default_factory=RegistrySettings)
+    recovery: RecoveryLimits = field(default_factory=RecoveryLimits)
+
+
+class Head:
+    """One head: a registry, a gateway, and the servers before them."""
+
+    def __init__(self, pipelines: Sequence[Pipeline], settings: HeadSettings) -> None:
+        """Raises ValueError when a pipeline has an unknown policy or wrong default parameters."""
+        self.settings = settings
+        self.address = ""
+        """host:port that clients use, once started."""
+        self.registry = Registry(pipelines, settings.registry)
+        self.gateway = Gateway(
+            pipelines,
+            self.registry,
+            self.registry.header,
+            recovery=settings.recovery,
+            call_methods=settings.call_methods,
+            target=lambda pipeline, stage: self.registry.machine.state.stages[StageKey(pipeline, stage)].target,
+        )
+        self._servers: list[tuple[grpc.aio.Server, Health]] = []
+
+    async def start(self) -> None:
+        """Begin to serve.
+
+        Raises:
+            SecurityError: an address wider than loopback without TLS.
+            OSError: an address that cannot be bound.
+        """
+        self.registry.start()
+        self.gateway.start()
+        nodes_apart = self.settings.registry_listen is not None
+        server = create_server()
+        self.gateway.add_to(server)
+        admin = AdminServicer(self.registry, self.gateway.orchestrator, self.gateway.calls)
+        admin_rpc.add_AdminServiceServicer_to_server(admin, server)
+        if not nodes_apart:
+            registry_rpc.add_RegistryServiceServicer_to_server(RegistryServicer(self.registry), server)
+        services = CLIENT_SERVICES if nodes_apart else CLIENT_SERVICES + REGISTRY_SERVICES
+        self.address = await self._serve(server, services, self.settings.listen)
+        if self.settings.registry_listen is not None:
+            server = create_server()
+            registry_rpc.add_RegistryServiceServicer_to_server(RegistryServicer(self.registry), server)
+            await self._serve(server, REGISTRY_SERVICES, self.settings.registry_listen)
+        if self.settings.ready_file is not None:
+            write_ready_file(self.settings.ready_file, self.address)
+
+    async def _serve(self, server: grpc.aio.Server, services: Sequence[str], address: str) -> str:
+        health = Health(server, services)
+        port = bind(server, address)
+        await server.start()
+        self._servers.append((server, health))
+        await health.set_alive(True)
+        await health.set_ready(True)
+        serving = f"{address.rpartition(':')[0]}:{port}"
+        log.info("serving %s on %s", ", ".join(name.rpartition(".")[2] for name in services), serving)
+        return serving
+
+    async def drain(self) -> None:
+        """Say that it is not ready, refuse new requests, and let those in flight finish."""
+        for _, health in self._servers:
+            await health.set_ready(False)
+        stopped = await self.gateway.drain(self.settings.drain_timeout_s)
+        if stopped:
+            log.warning("%d requests were still in flight and have been stopped", stopped)
+
+    async def stop(self) -> None:
+        """Stop serving, at once for what still runs."""
+        await self.registry.close()
+        await self.gateway.stop()
+        for server, _ in self._servers:
+            await server.stop(STOP_GRACE_S)
+        if self.settings.ready_file is not None:
+            self.settings.ready_file.unlink(missing_ok=True)
+
+
+async def serve(pipelines: Sequence[Pipeline], settings: HeadSettings) -> None:
+    """Run a head until it is told to stop: SIGTERM or SIGINT drain it, a second one stops it at once."""
+    signals = asyncio.Queue[str]()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number.name)
+    head = Head(pipelines, settings)
+    try:
+        await head.start()
+        name = await signals.get()
+        log.info("%s: draining for up to %g s; a second signal stops at once", name, settings.drain_timeout_s)
+        draining = asyncio.create_task(head.drain(), name="drain")
+        second = asyncio.create_task(signals.get(), name="second signal")
+        await asyncio.wait({draining, second}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (draining, second):
+            task.cancel()
+        await asyncio.gather(draining, second, return_exceptions=True)
+    finally:
+        await head.stop()
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Run `main` on the fastest loop there is, and see to it that the process ends after it."""
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        uvloop.install()
+    try:
+        asyncio.run(main)
+    finally:
+        # grpc.aio may keep the interpreter from ending (grpc/grpc#40989).
+        watchdog = threading.Timer(EXIT_WITHIN_S, os._exit, (0,))
+        watchdog.daemon = True
+        watchdog.start()
+
+
+def write_ready_file(path: Path, address: str) -> None:
+    """Write `address` to `path` so that a reader sees all of it or nothing."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(descriptor, "w") as file:
+        file.write(f"{address}\n")
+    os.replace(temporary, path)

@@ -1,0 +1,207 @@
+"""The `head` command."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from stagemesh.addresses import DEFAULT_HEAD
+from stagemesh.cli.security import with_security
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the `stagemesh` app."""
+    app.command("head")(head)
+
+
+@with_security(serves=True)
+def head(
+    pipelines: Annotated[
+        list[Path] | None, typer.Argument(metavar="PIPELINE...", help="Pipeline files to serve.", show_default=False)
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="DIR", help="A model's folder: serve it as a pipeline of one stage."),
+    ] = None,
+    listen: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where clients, operators and nodes find it; port 0 picks one.",
+            rich_help_panel="Addresses",
+        ),
+    ] = DEFAULT_HEAD,
+    registry_listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Another address for nodes; else the same.", rich_help_panel="Addresses"
+        ),
+    ] = None,
+    ready_file: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Written with HOST:PORT once the head serves.", rich_help_panel="Addresses"),
+    ] = None,
+    stage_overrides: Annotated[
+        str,
+        typer.Option(
+            metavar="JSON",
+            help='Values over those of the file, by stage: \'{"painter": {"runtime": {"num_replicas": 2}}}\'.',
+            rich_help_panel="Configuration",
+        ),
+    ] = "",
+    deploy_config: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="Overlay on the pipeline file; may be given often.", rich_help_panel="Configuration"
+        ),
+    ] = None,
+    policy: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Load balancing, over the files': least-queue-length, round-robin, random, power-of-two, "
+            "prefix-affinity, or a plug-in's.",
+            rich_help_panel="Configuration",
+        ),
+    ] = "",
+    reserve: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STAGE=N",
+            help="Keep N slots of a stage for the node that is started beside this head.",
+            rich_help_panel="Configuration",
+        ),
+    ] = None,
+    call_method: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Control method that operators may run on replicas, beyond the usual ones; may be given often.",
+            rich_help_panel="Configuration",
+        ),
+    ] = None,
+    heartbeat_interval: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Between a node's heartbeats.", rich_help_panel="Times")
+    ] = 1.0,
+    heartbeat_timeout: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="A node that is silent for that long is gone.", rich_help_panel="Times"),
+    ] = 10.0,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="Time that running requests have at the end.", rich_help_panel="Times"),
+    ] = 30.0,
+    max_attempts: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Attempts of a task whose replica is lost, in all; 1 switches recovery off.",
+            rich_help_panel="Times",
+        ),
+    ] = 3,
+    log_level: Annotated[
+        str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.", rich_help_panel="Logging")
+    ] = "info",
+) -> None:
+    """Serve pipelines: coordinate the nodes, and answer clients.
+
+      [bold]stagemesh head[/] pipeline.yaml
+
+      [bold]stagemesh head[/] a.yaml b.yaml --listen 10.0.0.1:8470 --tls-cert head.pem --tls-key head.key
+
+    Nodes join with `stagemesh worker --head HOST:PORT`, before or after it starts.
+    SIGTERM or Ctrl-C lets running requests finish; a second one stops at once.
+    """
+    from stagemesh_head.app import HeadSettings, run, serve
+    from stagemesh_head.orchestration.recovery import RecoveryLimits
+    from stagemesh_head.registry.settings import RegistrySettings
+
+    _log_to_stderr(log_level)
+    loaded = _load(pipelines or [], model, stage_overrides, deploy_config or [], policy)
+    try:
+        settings = HeadSettings(
+            listen=listen,
+            registry_listen=registry_listen,
+            ready_file=ready_file,
+            drain_timeout_s=drain_timeout,
+            call_methods=tuple(call_method or ()),
+            registry=RegistrySettings(
+                heartbeat_interval_s=heartbeat_interval,
+                lease_s=heartbeat_timeout,
+                reserved=_reserved(reserve or [], loaded),
+            ),
+            recovery=RecoveryLimits(max_attempts=max_attempts),
+        )
+        run(serve(loaded, settings))
+    except ValueError as error:
+        raise _told(error) from error
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise typer.BadParameter(str(error), param_hint="--listen") from error
+
+
+def _load(files: list[Path], model: Path | None, stage_overrides: str, overlays: list[Path], policy: str) -> list[Any]:
+    """The pipelines, or one readable error."""
+    from stagemesh import config
+
+    if bool(files) == (model is not None):
+        raise typer.BadParameter("give pipeline files, or --model DIR", param_hint="PIPELINE")
+    options: dict[str, Any] = {}
+    if stage_overrides:
+        try:
+            options["stage_overrides"] = json.loads(stage_overrides)
+        except ValueError as error:
+            raise typer.BadParameter(f"is not JSON: {error}", param_hint="--stage-overrides") from None
+    if overlays:
+        options["overlays"] = overlays
+    loaded = (
+        [config.default_pipeline(model, **options)]
+        if model is not None
+        else [config.load_pipeline(path, **options) for path in files]
+    )
+    if policy:
+        loaded = [
+            one.model_copy(update={"routing": one.routing.model_copy(update={"policy": policy})}) for one in loaded
+        ]
+    names = [one.name for one in loaded]
+    for name in names:
+        if names.count(name) > 1:
+            raise typer.BadParameter(f"two of the files are named {name!r}: set `name` in one", param_hint="PIPELINE")
+    return loaded
+
+
+def _reserved(reserve: list[str], loaded: list[Any]) -> dict[tuple[str, str], int]:
+    """--reserve STAGE=N by (pipeline, stage)."""
+    result: dict[tuple[str, str], int] = {}
+    for text in reserve:
+        stage, separator, number = text.partition("=")
+        if not separator or not number.isdigit():
+            raise typer.BadParameter(f"{text!r}: want STAGE=N, such as painter=1", param_hint="--reserve")
+        homes = [one.name for one in loaded if any(known.name == stage for known in one.stages)]
+        if not homes:
+            raise typer.BadParameter(f"{text!r}: no pipeline has a stage {stage!r}", param_hint="--reserve")
+        result.update({(name, stage): int(number) for name in homes})
+    return result
+
+
+def _told(error: ValueError) -> Exception:
+    """Errors that say themselves what is wrong pass as they are."""
+    from stagemesh.config import ConfigError
+    from stagemesh.rpc.security import SecurityError
+
+    if isinstance(error, ConfigError | SecurityError):
+        return error
+    return typer.BadParameter(str(error))
+
+
+def _log_to_stderr(level: str) -> None:
+    number = logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise typer.BadParameter(f"{level!r}: want debug, info, warning or error", param_hint="--log-level")
+    logging.basicConfig(level=number, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
