@@ -52,6 +52,6 @@ def _line(event: admin_pb.MeshEvent) -> str:
     time = event.time.ToDatetime(tzinfo=UTC).astimezone().strftime("%H:%M:%S.%f")[:-3]
     who = replica_name(event.replica) if event.HasField("replica") else ""
     where = f"on {event.node_id}" if event.node_id and who else event.node_id
-    change = f"{event.from_state} → {event.to_state}" if event.from_state or event.to_state else ""
+    change = " → ".join(state for state in (event.from_state, event.to_state) if state)
     parts = [time, f"{event.type:<20}", who, where, change]
     return "  ".join(part for part in parts if part) + (f": {event.reason}" if event.reason else "")

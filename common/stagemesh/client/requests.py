@@ -7,8 +7,10 @@ import uuid
 from collections.abc import Sequence
 from typing import TypedDict
 
-from stagemesh.client.errors import invalid
+from stagemesh.client.errors import InvalidRequest, invalid
 from stagemesh.client.prompts import MediaInput, PromptLike, to_prompt
+from stagemesh.rpc.errors import Reason
+from stagemesh.rpc.options import MAX_MESSAGE_BYTES
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.v1 import sampling_pb2 as sampling_pb
@@ -101,4 +103,12 @@ def build_request(
     )
     if lora:
         request.lora.CopyFrom(sampling_pb.LoraRequest(name=lora, scale=lora_scale))
+    if (size := request.ByteSize()) > MAX_MESSAGE_BYTES:
+        # gRPC would refuse it too, in words that sound like an overload.
+        raise InvalidRequest(
+            Reason.PROMPT_TOO_LARGE,
+            f"prompt: {size} bytes with its media: a message is at most {MAX_MESSAGE_BYTES}",
+            field="prompt",
+            limit_bytes=MAX_MESSAGE_BYTES,
+        )
     return request

@@ -6,6 +6,7 @@ import io
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -29,8 +30,9 @@ Command = Callable[..., Outcome]
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """`command("status", "--head", ...)`: runs it as a terminal would, with `stdin` as its input."""
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
+    """`command("status", "--head", ...)`: runs it as a terminal would, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
 
     def run_command(*arguments: str, stdin: str = "") -> Outcome:
         monkeypatch.setattr(sys, "argv", ["stagemesh", *arguments])
