@@ -261,10 +261,11 @@ def _end_with(parent: int) -> None:
 def main() -> int:
     """Entry point."""
     config = json.loads(sys.stdin.buffer.readline())
+    if config["cores"]:
+        for thread in os.listdir("/proc/self/task"):  # importing NumPy may have made some
+            os.sched_setaffinity(int(thread), config["cores"])
     _end_with(config["parent"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's business
-    if config["cores"]:
-        os.sched_setaffinity(0, config["cores"])
     wire = Wire(config["address"])
     started = time.monotonic()
     try:

@@ -85,6 +85,11 @@ class DiffusionEngine(Engine):
                 "give a folder that a diffusers pipeline was saved to"
             )
 
+    @property
+    def pid(self) -> int | None:
+        """Process that computes, for memory reports; None before the start."""
+        return self._child.pid if self._child is not None else None
+
     async def start(self) -> None:
         """Load the pipeline in the child.
 

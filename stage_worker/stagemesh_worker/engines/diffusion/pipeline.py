@@ -75,6 +75,9 @@ def describe(pipe: DiffusionPipeline) -> PipelineFacts:
         for name, parameter in parameters.items()
         if name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD
     }
+    for name in ("timesteps", "sigmas"):
+        if name in arguments and not _schedules(pipe, name):
+            del arguments[name]
     modality = _modality(arguments)
     height, width = _native_size(pipe, parameters) if modality != "audio" else (0, 0)
     return PipelineFacts(
@@ -200,6 +203,12 @@ def _configured(option: str, kind: type, given: Mapping[str, Any]) -> Any:
 
 
 # ------------------------------------------------------------------ facts
+def _schedules(pipe: DiffusionPipeline, argument: str) -> bool:
+    """Whether the pipeline's scheduler takes custom `timesteps` or `sigmas`: the pipeline's call takes them anyhow."""
+    set_timesteps = getattr(getattr(pipe, "scheduler", None), "set_timesteps", None)
+    return set_timesteps is not None and argument in inspect.signature(set_timesteps).parameters
+
+
 def _call_hints(pipe: DiffusionPipeline) -> dict[str, Any]:
     try:
         return typing.get_type_hints(inspect.unwrap(type(pipe).__call__))

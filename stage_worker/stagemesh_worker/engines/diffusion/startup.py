@@ -21,7 +21,10 @@ def parse_stage(stage: Stage) -> DiffusionOptions:
     Raises:
         EngineConfigError: as `DiffusionOptions.parse`; or a default parameter that no diffusion stage has.
     """
-    options = DiffusionOptions.parse(stage.engine_args, f"stages[{stage.stage_id}].engine_args")
+    args = dict(stage.engine_args)
+    if stage.runtime.max_batch_size is not None:
+        args.setdefault("max_num_seqs", stage.runtime.max_batch_size)
+    options = DiffusionOptions.parse(args, f"stages[{stage.stage_id}].engine_args")
     _default_params(stage)
     return options
 
