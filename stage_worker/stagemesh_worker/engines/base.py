@@ -49,6 +49,7 @@ class EngineInput:
     tensors: Mapping[str, Any] = field(default_factory=dict)
     """Named NumPy arrays."""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    """What else an adapter has to say; a further chunk's own `sampling_pb2.SamplingParams` are in "params"."""
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 
 from stagemesh.config import Stage
 from stagemesh_worker.engines.base import DeviceSet, Engine, EngineConfigError
@@ -20,10 +19,9 @@ from stagemesh_worker.engines.registry import engine_class
 from stagemesh_worker.replica import environment
 from stagemesh_worker.replica.channel import ControlChannel
 from stagemesh_worker.replica.control import EXIT_FAILED, Assign, ControlError, Failed, Phase
+from stagemesh_worker.rundir import remove_run_directory
 
 log = logging.getLogger("stagemesh.replica")
-
-EXIT_WATCHDOG_S = 10.0
 
 
 def main() -> int:
@@ -72,6 +70,7 @@ def _prepare(assign: Assign, channel: ControlChannel) -> Engine:
 
 
 def _serve(assign: Assign, engine: Engine, channel: ControlChannel) -> int:
+    """Live on an event loop; does not return but after a refusal."""
     import asyncio
 
     import uvloop
@@ -90,23 +89,20 @@ def _serve(assign: Assign, engine: Engine, channel: ControlChannel) -> int:
         failure = await ReplicaHost(assign, engine, adapters, channel).run()
         return 0 if failure is None else EXIT_FAILED
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(live())
-        _exit_in_time(code)
-    return code
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    code = runner.run(live())
+    # All that matters is cleaned up. What is left (threads of libraries, seconds of their finalizers) is not waited for.
+    remove_run_directory()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _refuse(channel: ControlChannel, failed: Failed) -> int:
     log.error("%s", failed.message)
     channel.send(failed)
     return EXIT_FAILED
-
-
-def _exit_in_time(code: int) -> None:
-    """A library's thread must not keep the process alive after its work is done."""
-    timer = threading.Timer(EXIT_WATCHDOG_S, os._exit, (code,))
-    timer.daemon = True
-    timer.start()
 
 
 if __name__ == "__main__":

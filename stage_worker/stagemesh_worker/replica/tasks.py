@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import frame_pb2 as frame_pb
@@ -138,5 +138,7 @@ class RunningTask:
                 made = await adapter(await read_prompt(chunk.prompt, self._context.resolver), [])
             else:
                 made = None
+            if made is not None and chunk.HasField("params"):
+                made = replace(made, extra={**made.extra, "params": chunk.params})
             if made is not None:
                 yield made

@@ -1,0 +1,93 @@
+"""A stage's `engine_args` -> vLLM's AsyncEngineArgs, with defaults that make small CPU replicas start fast."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.config import ECTransferConfig, KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from stagemesh.config import Stage, suggest
+from stagemesh_worker.engines.base import DeviceSet, EngineConfigError
+from stagemesh_worker.engines.vllm.sampling import check_defaults
+
+KV_CACHE_BYTES_ON_CPU = 64 << 20
+"""Unless the stage says otherwise: enough for small models, and the core's memory falls from 1.6 GB to 0.55 GB."""
+
+_OURS = frozenset({"disable_log_stats", "enable_log_requests", "model", "served_model_name"})
+_CONFIG_CLASSES = {"kv_transfer_config": KVTransferConfig, "ec_transfer_config": ECTransferConfig}
+
+
+def check_arguments(stage: Stage) -> None:
+    """Check names of `engine_args` and `default_sampling_params`. Raises EngineConfigError with a did-you-mean."""
+    if not stage.model:
+        raise EngineConfigError(f"stage {stage.name}: model: is missing; want a folder or a name that vLLM can load")
+    known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+    for name in stage.engine_args:
+        if name in _OURS:
+            raise EngineConfigError(f"stage {stage.name}: engine_args.{name}: is set by the mesh itself")
+        if name not in known:
+            hint = suggest(name, known) or "see `vllm serve --help`"
+            raise EngineConfigError(f"stage {stage.name}: engine_args.{name}: vLLM has no such argument; {hint}")
+    check_defaults(stage)
+
+
+def engine_arguments(stage: Stage, devices: DeviceSet) -> AsyncEngineArgs:
+    """The engine's arguments; what the stage says goes before our defaults.
+
+    Raises:
+        EngineConfigError: vLLM refuses a value.
+    """
+    arguments: dict[str, Any] = {"generation_config": "vllm"}
+    if devices.kind == "cpu":
+        arguments |= {
+            "dtype": "float32",  # CPUs without bf16 instructions are slower with it, and not exact across machines
+            "enforce_eager": True,  # compiling takes 30 s and gives small models nothing
+            "distributed_executor_backend": "uni",  # the worker inside EngineCore: one process less to start
+            "kv_cache_memory_bytes": KV_CACHE_BYTES_ON_CPU,
+        }
+    if stage.runtime.max_batch_size is not None:
+        arguments["max_num_seqs"] = stage.runtime.max_batch_size
+    if stage.lora_modules:
+        arguments |= {"enable_lora": True, "max_loras": min(4, len(stage.lora_modules))}
+    if stage.connector:
+        arguments["kv_transfer_config"] = _transfer_config(stage, devices)
+    arguments |= stage.engine_args
+    for name, kind in _CONFIG_CLASSES.items():
+        if isinstance(arguments.get(name), Mapping):
+            arguments[name] = _made(stage, name, kind, arguments[name])
+    return _made(stage, "", AsyncEngineArgs, arguments | {"model": stage.model, "disable_log_stats": True})
+
+
+def _transfer_config(stage: Stage, devices: DeviceSet) -> dict[str, Any]:
+    """The KV connector of one half of a prefill/decode pair."""
+    role = "kv_producer" if stage.is_prefill_only else "kv_consumer" if stage.is_decode_only else "kv_both"
+    config: dict[str, Any] = {"kv_connector": stage.connector, "kv_role": role}
+    if devices.kind == "cpu":
+        config["kv_buffer_device"] = "cpu"
+    if not stage.is_prefill_only:
+        # A prefill replica that is lost costs a recomputation, not the request.
+        config["kv_load_failure_policy"] = "recompute"
+    return config
+
+
+def side_channel_environment(stage: Stage, environment: Mapping[str, str]) -> dict[str, str]:
+    """Where NIXL's handshake of this engine listens; vLLM wants the port in advance."""
+    if "Nixl" not in str(stage.connector or stage.engine_args.get("kv_transfer_config", "")):
+        return {}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    wanted = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+    return {name: value for name, value in wanted.items() if name not in environment}
+
+
+def _made(stage: Stage, name: str, kind: Any, arguments: Mapping[str, Any]) -> Any:
+    try:
+        return kind(**arguments)
+    except (TypeError, ValueError) as error:
+        where = f"engine_args.{name}" if name else "engine_args"
+        raise EngineConfigError(f"stage {stage.name}: {where}: {error}") from error

@@ -1,0 +1,132 @@
+"""Typed sampling parameters -> vLLM's SamplingParams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf import json_format
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+from stagemesh.config import Stage, suggest
+from stagemesh.rpc.errors import MeshError, Reason, invalid
+from stagemesh.v1 import sampling_pb2 as sampling_pb
+from stagemesh.v1 import stage_pb2 as stage_pb
+from stagemesh_worker.engines.base import EngineConfigError
+
+_SCALARS = (
+    "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "seed", "ignore_eos", "logprobs", "prompt_logprobs",
+    "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+)  # fmt: skip
+_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
+_TYPED = frozenset({*_SCALARS, *_LISTS, "stop", "logit_bias", "structured_outputs"})
+_INTERNAL = frozenset({"detokenize", "output_kind", "output_text_buffer_length", "skip_clone", "stream_interval"})
+EXTRA_FIELDS = sorted(
+    name for name in SamplingParams.__struct_fields__ if not name.startswith("_") and name not in _TYPED | _INTERNAL
+)
+"""Fields of vLLM's parameters that travel in `extra`."""
+_OURS = frozenset({"truncate_prompt_tokens", "extra"})
+
+
+def check_defaults(stage: Stage) -> None:
+    """Check a stage's `default_sampling_params` against what can be set. Raises EngineConfigError."""
+    known = [*_TYPED, *EXTRA_FIELDS, *_OURS]
+    for name in stage.default_sampling_params:
+        if name not in known:
+            hint = suggest(name, known) or f"vLLM's are {', '.join(sorted(known))}"
+            raise EngineConfigError(
+                f"stage {stage.name}: default_sampling_params.{name}: vLLM has no such parameter; {hint}"
+            )
+
+
+def sampling_params(params: sampling_pb.LlmSamplingParams, task: stage_pb.SubmitTask) -> SamplingParams:
+    """The engine's parameters of a task, its budget less the tokens that it resumes from.
+
+    Text is made here and not by the engine, so that it is right across a resume: `detokenize` is off, and stop texts
+    are ours to find.
+
+    Raises:
+        MeshError: INVALID_REQUEST that names the field.
+    """
+    values: dict[str, Any] = {"max_tokens": None}
+    values |= {name: getattr(params, name) for name in _SCALARS if params.HasField(name)}  # type: ignore[arg-type]
+    values |= {name: list(getattr(params, name)) for name in _LISTS if getattr(params, name)}
+    if params.logit_bias:
+        values["logit_bias"] = dict(params.logit_bias)
+    if params.HasField("structured_outputs"):
+        values["structured_outputs"] = _structured(params.structured_outputs)
+    values |= _extra(params)
+    done = len(task.resume_token_ids)
+    if done:
+        if values["max_tokens"] is not None:
+            values["max_tokens"] = max(1, values["max_tokens"] - done)
+        values["min_tokens"] = max(0, values.get("min_tokens", 0) - done)
+    if task.HasField("kv_transfer_params"):
+        transfer = whole_numbers(json_format.MessageToDict(task.kv_transfer_params))
+        values["extra_args"] = {**(values.get("extra_args") or {}), "kv_transfer_params": transfer}
+    try:
+        return SamplingParams(**values, detokenize=False, output_kind=RequestOutputKind.DELTA, skip_clone=True)
+    except Exception as error:
+        raise refused(error) from error
+
+
+def _structured(wanted: sampling_pb.StructuredOutputs) -> StructuredOutputsParams:
+    kind = wanted.WhichOneof("constraint")
+    values: dict[str, Any] = {}
+    if kind == "json_schema":
+        try:
+            values["json"] = json.loads(wanted.json_schema)
+        except ValueError as error:
+            raise invalid("structured_outputs.json_schema", wanted.json_schema, f"is not JSON: {error}") from error
+    elif kind == "choice":
+        values["choice"] = list(wanted.choice.choices)
+        if not values["choice"]:
+            raise invalid("structured_outputs.choice", [], "want at least one choice")
+    elif kind == "json_object":
+        if not wanted.json_object:
+            raise invalid("structured_outputs.json_object", False, "must be true where it is set")
+        values["json_object"] = True
+    elif kind is not None:
+        values[kind] = getattr(wanted, kind)
+    else:
+        raise invalid("structured_outputs", "(empty)", "want one of json_schema, regex, choice, grammar, json_object")
+    if wanted.HasField("disable_any_whitespace"):
+        values["disable_any_whitespace"] = wanted.disable_any_whitespace
+    try:
+        return StructuredOutputsParams(**values)
+    except Exception as error:
+        raise refused(error, f"structured_outputs.{kind}") from error
+
+
+def _extra(params: sampling_pb.LlmSamplingParams) -> dict[str, Any]:
+    extra: dict[str, Any] = whole_numbers(json_format.MessageToDict(params.extra))
+    for name in extra:
+        if name not in EXTRA_FIELDS:
+            hint = suggest(name, EXTRA_FIELDS) or f"want one of {', '.join(EXTRA_FIELDS)}"
+            raise invalid(f"extra.{name}", extra[name], f"vLLM has no such sampling parameter; {hint}")
+    return extra
+
+
+def whole_numbers(value: Any) -> Any:
+    """A `Struct` has floats only: whole ones become int again, all the way down."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [whole_numbers(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: whole_numbers(item) for key, item in value.items()}
+    return value
+
+
+def refused(error: Exception, field: str | None = None) -> MeshError:
+    """What vLLM says of a value, as INVALID_REQUEST that names the field where vLLM does."""
+    message = Exception.__str__(error) or type(error).__name__
+    field = field or getattr(error, "parameter", None)
+    if field is None:
+        first = message.split(maxsplit=1)[0].strip("`'\":,.") if message.strip() else ""
+        field = first if first in SamplingParams.__struct_fields__ or first == "prompt" else None
+    metadata = {"field": field} if field else {}
+    text = message if field is None or message.startswith(field) else f"{field}: {message}"
+    return MeshError(Reason.INVALID_REQUEST, text, **metadata)
