@@ -1,17 +1,20 @@
 """Pipeline files, and the frozen pipeline they become."""
 
 from stagemesh.config.errors import ConfigError, suggest
-from stagemesh.config.load import load_pipeline
+from stagemesh.config.load import Loaded, default_pipeline, load, load_pipeline
 from stagemesh.config.model import Limits, Pipeline, Routing, Runtime, Stage, StageLimits
 
 __all__ = [
     "ConfigError",
     "Limits",
+    "Loaded",
     "Pipeline",
     "Routing",
     "Runtime",
     "Stage",
     "StageLimits",
+    "default_pipeline",
+    "load",
     "load_pipeline",
     "suggest",
 ]
