@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stagemesh.addresses import DEFAULT_HEAD
 from stagemesh.cli.security import with_security
+
+if TYPE_CHECKING:
+    from stagemesh.config import Pipeline
 
 
 def register(app: typer.Typer) -> None:
@@ -39,6 +42,9 @@ def up(
     deploy_config: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="Overlay on the pipeline file; may be given often.")
     ] = None,
+    policy: Annotated[
+        str, typer.Option(metavar="NAME", help="Load balancing, over the files': see `stagemesh head --help`.")
+    ] = "",
     devices: Annotated[
         str, typer.Option(metavar="LIST", help="Devices to use: cuda:0,cuda:1 or cpu:0; else all there are.")
     ] = "",
@@ -73,12 +79,44 @@ def up(
 
     if bool(pipelines) == (model is not None):
         raise typer.BadParameter("give pipeline files, or --model DIR", param_hint="PIPELINE")
+    wanted = [stage.strip() for stage in stages.split(",") if stage.strip()]
+    loaded = _load(pipelines or [], model, stage_overrides, deploy_config or [])
     head = [*map(str, pipelines or ()), "--listen", listen, "--drain-timeout", f"{drain_timeout:g}"]
     head += ["--model", str(model)] if model else []
     head += ["--stage-overrides", stage_overrides] if stage_overrides else []
     head += [word for path in deploy_config or () for word in ("--deploy-config", str(path))]
+    head += ["--policy", policy] if policy else []
+    head += _reservations(loaded, wanted)
     worker = ["--devices", devices] if devices else []
     worker += ["--cores-per-device", str(cores_per_device)] if cores_per_device else []
-    wanted = [stage.strip() for stage in stages.split(",") if stage.strip()]
     session = UpSession(show_logs=logs, init_timeout_s=init_timeout, drain_timeout_s=drain_timeout)
     raise typer.Exit(session.run(LocalMesh(head, worker, stages=wanted, on_line=session.on_line), ready_file))
+
+
+def _load(files: list[Path], model: Path | None, stage_overrides: str, overlays: list[Path]) -> list[Pipeline]:
+    """The pipelines as the head will see them: what is wrong with them is said before anything starts."""
+    import json
+
+    from stagemesh import config
+
+    options: dict[str, Any] = {"overlays": overlays} if overlays else {}
+    if stage_overrides:
+        try:
+            options["stage_overrides"] = json.loads(stage_overrides)
+        except ValueError as error:
+            raise typer.BadParameter(f"is not JSON: {error}", param_hint="--stage-overrides") from None
+    if model is not None:
+        return [config.default_pipeline(model, **options)]
+    return [config.load_pipeline(path, **options) for path in files]
+
+
+def _reservations(pipelines: list[Pipeline], wanted: list[str]) -> list[str]:
+    """Slots that this node will fill are not for others, also before it has joined."""
+    stages = [stage for pipeline in pipelines for stage in pipeline.stages]
+    for word in wanted:
+        if not any(word in (stage.name, str(stage.stage_id)) for stage in stages):
+            choices = ", ".join(f"{stage.stage_id} ({stage.name})" for stage in stages)
+            raise typer.BadParameter(f"no stage {word!r}; there are {choices}", param_hint="--stages")
+    mine = [stage for stage in stages if stage.name in wanted or str(stage.stage_id) in wanted]
+    counts = {stage.name: stage.runtime.num_replicas for stage in mine}
+    return [word for name, count in counts.items() for word in ("--reserve", f"{name}={count}")]

@@ -15,6 +15,8 @@ from stagemesh.launch.processes import ChildProcess
 from stagemesh.rpc.errors import Reason
 
 NODE_ID = "local"
+LOCAL_LABEL = "stagemesh.local=true"
+"""By this the head knows the node that its reserved slots are for."""
 POLL_S = 0.02
 HEAD_START_S = 60.0
 """A head serves in about a second; a loaded machine may need more."""
@@ -23,6 +25,8 @@ AT_ONCE_S = 0.5
 STOP_NOW_S = 15.0
 """For stopping at once, before it is killed."""
 SHOWN_LINES = 20
+ERROR_PREFIX = "error: "
+"""How a command of ours says what went wrong, in one line."""
 
 
 class LocalMesh:
@@ -67,7 +71,16 @@ class LocalMesh:
             # Nothing of ours stays on the disk of a mesh whose starter may be killed.
             self._remove_scratch()
             stages = [word for stage in self._stage_names() for word in ("--stage", stage)]
-            arguments = ["--head", self.address, "--node-id", NODE_ID, *stages, *self._worker_arguments]
+            arguments = [
+                "--head",
+                self.address,
+                "--node-id",
+                NODE_ID,
+                "--label",
+                LOCAL_LABEL,
+                *stages,
+                *self._worker_arguments,
+            ]
             self._worker = self._spawn("node", "stagemesh_worker", arguments)
         except BaseException:
             self.stop(now=True)
@@ -147,8 +160,11 @@ class LocalMesh:
 
 
 def _start_failed(text: str, child: ChildProcess | None) -> StartFailed:
+    """The error of a process that ended: its own words where it said some, else its last lines."""
     lines = [line for line in child.tail if line.strip()] if child is not None else []
-    # The last line of a process that ended is what it died of; the rest is for who wants to know more.
-    error = StartFailed(Reason.START_FAILED, f"{text}: {lines[-1]}" if lines else text)
+    told = next((line for line in reversed(lines) if line.lower().startswith(ERROR_PREFIX)), None)
+    if told is not None and child is not None:
+        return StartFailed(Reason.START_FAILED, f"the {child.name} cannot start: {told[len(ERROR_PREFIX) :]}")
+    error = StartFailed(Reason.START_FAILED, f"{text}: {lines[-1].strip()}" if lines else text)
     error.details = tuple(lines[-SHOWN_LINES:])
     return error

@@ -64,7 +64,8 @@ class ChildProcess:
                 errors="replace",
                 pass_fds=(reading_end,),
                 start_new_session=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                # Lines at once, and errors as one line rather than in a frame drawn for a terminal.
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "TYPER_USE_RICH": "0"},
             )
         except OSError as error:
             self._start_error = error

@@ -71,7 +71,8 @@ def _slot(replica: registry_pb.ReplicaStatus) -> SlotProgress:
     is_starting = replica.state in (replica_pb.REPLICA_STATE_ASSIGNED, replica_pb.REPLICA_STATE_STARTING)
     detail = (report.phase or replica.reason) if is_starting else replica.reason
     if report.restarts:
-        detail = f"{detail} (restarted {report.restarts} ×)".strip()
+        why = next(iter(replica.last_error.message.strip().splitlines()), "")
+        detail = f"{detail} (restarted {report.restarts} ×{': ' * bool(why)}{why})".strip()
     ref = report.replica
     state = enum_word(replica_pb.ReplicaState, replica.state)
     return SlotProgress(ref.pipeline, ref.stage, ref.replica_id, state, detail, replica.node_id)

@@ -1,0 +1,159 @@
+"""`stagemesh up` as people use it: it serves, says what it waits for, and leaves nothing behind, however it ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stagemesh import Client, Finished, Image, StageMeshError, TextDelta
+from stagemesh.client.admin import AdminClient
+from tests.mesh.processes import (
+    PATIENCE_S,
+    assert_all_gone,
+    await_file,
+    eventually,
+    family,
+    start,
+    write_pipeline,
+)
+
+
+class Up:
+    """A running `stagemesh up`."""
+
+    def __init__(self, folder: Path, pipeline: Path, *arguments: str) -> None:
+        self.folder = folder
+        self.ready_file = folder / "ready"
+        options = ["--listen", "127.0.0.1:0", "--ready-file", str(self.ready_file), *arguments]
+        self.process: subprocess.Popen[str] = start(folder, "up", str(pipeline), *options)
+
+    def await_ready(self) -> str:
+        address = await_file(self.ready_file, self.process)
+        self.family = family(self.process.pid)
+        return address
+
+    def finish(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, output
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[type[Up]]:
+    """Starts `stagemesh up`, and ends it for a test that fails half-way."""
+    started: list[Up] = []
+
+    class Owned(Up):
+        def __init__(self, pipeline: Path, *arguments: str) -> None:
+            super().__init__(tmp_path, pipeline, *arguments)
+            started.append(self)
+
+    yield Owned  # type: ignore[misc]
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.wait(PATIENCE_S)
+
+
+def test_ctrl_c_lets_a_running_request_end_and_leaves_nothing(up, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    running = up(write_pipeline(tmp_path, pace=20))
+    with Client(running.await_ready()) as client:
+        frames = client.generate("a wish", sampling={"writer": {"max_tokens": 30}})
+        first = next(frames)
+        running.process.send_signal(signal.SIGINT)
+        rest = list(frames)
+    assert isinstance(first, TextDelta) and isinstance(rest[-1], Finished)
+    assert any(isinstance(frame, Image) for frame in rest)
+    code, output = running.finish()
+    assert code == 0
+    assert "1 request runs: draining" in output and "Traceback" not in output
+    assert_all_gone(running.family, tmp_path)
+
+
+def test_a_second_ctrl_c_stops_at_once(up, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    running = up(write_pipeline(tmp_path, pace=1))
+    with Client(running.await_ready(), resume_window=0) as client:
+        frames = client.generate("a wish", sampling={"writer": {"max_tokens": 500}})
+        next(frames)
+        running.process.send_signal(signal.SIGINT)
+        eventually(lambda: "draining" in (running.process.stdout.readline() if running.process.stdout else ""))
+        running.process.send_signal(signal.SIGINT)
+        with pytest.raises(StageMeshError):
+            list(frames)
+    code, output = running.finish()
+    assert code == 0 and "Traceback" not in output
+    assert_all_gone(running.family, tmp_path)
+
+
+def test_kill_9_leaves_nothing(up, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    running = up(write_pipeline(tmp_path))
+    running.await_ready()
+    assert len(running.family) >= 5, "up, head, node agent and two replicas"
+    running.process.kill()
+    assert_all_gone(running.family, tmp_path)
+
+
+def test_ctrl_c_while_it_starts_stops_it(up, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    slow = "name: slow\nstages:\n  - {{name: writer, engine: synthetic, engine_args: {{start_seconds: 300}}}}\n"
+    running = up(write_pipeline(tmp_path, text=slow))
+    assert running.process.stdout is not None
+    eventually(lambda: "loading" in running.process.stdout.readline())
+    everyone = family(running.process.pid)
+    running.process.send_signal(signal.SIGINT)
+    code, output = running.finish()
+    assert code == 130 and "Traceback" not in output
+    assert_all_gone(everyone, tmp_path)
+
+
+def test_a_stage_that_cannot_start_ends_it_with_the_engines_own_words(up, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    wrong = "name: wrong\nstages:\n  - {{name: writer, engine: synthetic, engine_args: {{tokens_per_secnd: 3}}}}\n"
+    code, output = up(write_pipeline(tmp_path, text=wrong)).finish()
+    assert code == 25
+    last = output.splitlines()[-1]
+    assert last.startswith("error: writer/0 on node local cannot start: ")
+    assert "did you mean 'tokens_per_second'?" in last
+
+
+def test_a_wrong_pipeline_file_is_one_line_before_anything_starts(up, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    path = write_pipeline(tmp_path, text="name: wrong\nstages:\n  - {{name: writer, stage_typ: llm}}\n")
+    code, output = up(path).finish()
+    assert code == 10
+    assert output == f"error: {path}: stages[0].stage_typ: unknown key; did you mean stage_type?\n"
+
+
+def test_a_port_that_is_taken_is_said_in_one_line(up, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    pipeline = write_pipeline(tmp_path)
+    address = up(pipeline).await_ready()
+    (tmp_path / "ready").unlink()
+    code, output = up(pipeline, "--listen", address).finish()
+    assert code == 25
+    assert output.splitlines()[-1].startswith("error: the head cannot start: ") and address in output
+
+
+def test_some_stages_here_and_the_rest_on_a_node_that_joins(up, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    running = up(write_pipeline(tmp_path), "--stages", "0", "--devices", "cpu:0")
+    assert running.process.stdout is not None
+    first = running.process.stdout.readline()
+    address = first.split("serves at ")[1].split(";")[0]
+    with AdminClient(address) as admin:
+        eventually(lambda: [row.report.endpoint for row in admin.list_replicas()[0]] and admin.list_replicas()[1])
+        replicas, missing = admin.list_replicas()
+        assert [row.report.replica.stage for row in replicas] == ["writer"]
+        assert [slot.replica.stage for slot in missing] == ["painter"]
+    worker = start(
+        tmp_path, "worker", "--head", address, "--stage", "painter", "--node-id", "other", "--devices", "cpu:1"
+    )
+    try:
+        assert running.await_ready() == address
+        with Client(address) as client:
+            assert any(isinstance(frame, Image) for frame in client.generate("a wish"))
+        with AdminClient(address) as admin:
+            where = {row.report.replica.stage: row.node_id for row in admin.list_replicas()[0]}
+        assert where == {"writer": "local", "painter": "other"}
+    finally:
+        worker.terminate()
+        worker.communicate(timeout=PATIENCE_S)
+    assert worker.returncode == 0
