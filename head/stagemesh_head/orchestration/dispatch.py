@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from google.protobuf import duration_pb2, struct_pb2
 
 from stagemesh.rpc.errors import MeshError, Reason
+from stagemesh.v1 import prompt_pb2 as prompt_pb
 from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh_head.orchestration.plan import Plan
@@ -70,6 +71,18 @@ def submission(
     # What a prefill returned serves once: a later attempt computes the prompt itself.
     if planned.stage.is_decode_only and task.attempt == 1:
         command.kv_transfer_params.CopyFrom(_hand_off(task, producers))
+    return command
+
+
+def prompt_append(
+    prompt: prompt_pb.Prompt | None, params: sampling_pb.SamplingParams | None, *, is_last: bool
+) -> stage_pb.AppendInput:
+    """The command that gives an interactive task its next chunk, but for the slot."""
+    command = stage_pb.AppendInput(last=is_last)
+    if prompt is not None:
+        command.prompt.CopyFrom(prompt)
+    if params is not None:
+        command.params.CopyFrom(params)
     return command
 
 

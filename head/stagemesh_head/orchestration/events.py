@@ -9,7 +9,9 @@ from enum import Enum
 from stagemesh.rpc.errors import MeshError
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
+from stagemesh.v1 import prompt_pb2 as prompt_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
+from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 
 # ------------------------------------------------------------------ events
@@ -59,6 +61,15 @@ class InputTaken:
 
     task: str
     chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptArrived:
+    """The client of an interactive request sent more; `prompt` is None when that is only the end of its input."""
+
+    prompt: prompt_pb.Prompt | None
+    params: sampling_pb.SamplingParams | None
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +134,7 @@ Event = (
     | Started
     | OutputArrived
     | InputTaken
+    | PromptArrived
     | Finished
     | Failed
     | Aborted
@@ -164,8 +176,8 @@ class Feed:
     """Send a running task further input."""
 
     task: str
-    chunk: stage_pb.UpstreamOutput
-    is_last: bool
+    append: stage_pb.AppendInput
+    """Complete but for its slot."""
 
 
 @dataclass(frozen=True, slots=True)

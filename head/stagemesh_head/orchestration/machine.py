@@ -9,21 +9,15 @@ from __future__ import annotations
 
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import frame_pb2 as frame_pb
-from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh_head.orchestration import events as ev
-from stagemesh_head.orchestration.dispatch import submission
+from stagemesh_head.orchestration.dispatch import prompt_append, submission
 from stagemesh_head.orchestration.edges import StreamEdges, whole_output
+from stagemesh_head.orchestration.losses import Fails, Losses
 from stagemesh_head.orchestration.plan import Plan
-from stagemesh_head.orchestration.recovery import (
-    RETRY_ELSEWHERE,
-    SEVERITY,
-    RecoveryLimits,
-    ResumeMode,
-    loss_error,
-    mode_after_loss,
-)
+from stagemesh_head.orchestration.recovery import RETRY_ELSEWHERE, RecoveryLimits, ResumeMode
 from stagemesh_head.orchestration.summary import complete, cut_short, end_of
+from stagemesh_head.orchestration.takeover import take_up
 from stagemesh_head.orchestration.task import OVER, Task, TaskState
 
 
@@ -40,12 +34,14 @@ class RequestMachine:
         self.stop: ev.Stop | None = None
         """Set once it was told to stop."""
         self._deadline = deadline
-        self._limits = limits or RecoveryLimits()
         self._started_at = now
-        self._first_loss_at: float | None = None
         self._now = now
         self._out: list[ev.Command] = []
         self._edges = StreamEdges(self.tasks)
+        self._losses = Losses(plan, self._edges, limits or RecoveryLimits())
+        self._prompts: list[stage_pb.AppendInput] = []
+        """Further chunks of an interactive request, kept for another attempt."""
+        self._input_is_closed = not plan.is_interactive
 
     # -- what others may ask --------------------------------------------------
     @property
@@ -76,8 +72,7 @@ class RequestMachine:
         self._now, self._out = now, []
         match event:
             case ev.Start():
-                for task in self.tasks.values():
-                    self._advance(task)
+                self._start()
             case ev.OutputArrived():
                 self._output(self.tasks[event.task])
             case ev.Started():
@@ -88,6 +83,8 @@ class RequestMachine:
                 self._finished(self.tasks[event.task], event.finished)
             case ev.InputTaken():
                 self._input_taken(self.tasks[event.task], event.chunks)
+            case ev.PromptArrived():
+                self._prompt_arrived(event)
             case ev.BindFailed():
                 self._bind_failed(self.tasks[event.task], event.error)
             case ev.Failed():
@@ -104,6 +101,15 @@ class RequestMachine:
         return self._out
 
     # -- starting -------------------------------------------------------------
+    def _start(self) -> None:
+        verdict = take_up(self.plan.request.resume, self.tasks, self._losses, self._now)
+        if verdict is not None:
+            self._fail(verdict.task, verdict.error)
+        elif self._all_outputs_done:
+            self._end(finished=frame_pb.FINISH_REASON_COMPLETE)
+        for task in self.tasks.values():
+            self._advance(task)
+
     def _advance(self, task: Task, or_else: MeshError | None = None) -> None:
         """Ask for a replica when the task's inputs allow it."""
         if task.state is not TaskState.WAITING or task.is_binding or task.is_bound or self._is_stopping:
@@ -144,7 +150,7 @@ class RequestMachine:
                 return
             more = not self._edges.is_closed(task)
         else:
-            inputs, more = [whole_output(producer) for producer in producers], False
+            inputs, more = [whole_output(producer) for producer in producers], self._is_fed_by_client(task)
         self._submit(task, inputs, producers, more)
 
     def _submit(
@@ -170,9 +176,25 @@ class RequestMachine:
             return
         task.submit(self._now)
         self._out.append(ev.Submit(task.name, command))
+        if self._is_fed_by_client(task):
+            self._out += [ev.Feed(task.name, append) for append in self._prompts]
         for name in task.planned.consumers:
             if self.tasks[name].planned.reads_stream:
                 self._advance(self.tasks[name])
+
+    # -- an interactive request's prompt ---------------------------------------
+    def _is_fed_by_client(self, task: Task) -> bool:
+        return self.plan.is_interactive and task.planned is self.plan.stages[0]
+
+    def _prompt_arrived(self, event: ev.PromptArrived) -> None:
+        if self._is_stopping or self._input_is_closed:
+            return
+        self._input_is_closed = event.is_last
+        append = prompt_append(event.prompt, event.params, is_last=event.is_last)
+        self._prompts.append(append)
+        first = self.tasks[self.plan.stages[0].name]
+        if first.is_live and not first.is_aborting:
+            self._out.append(ev.Feed(first.name, append))
 
     # -- running ----------------------------------------------------------------
     def _engine_started(self, task: Task, event: ev.Started) -> None:
@@ -206,7 +228,8 @@ class RequestMachine:
             elif consumer.is_live and not consumer.is_aborting:
                 chunk = edge.next_chunk()
                 if chunk is not None:
-                    self._out.append(ev.Feed(consumer.name, chunk, self._edges.is_closed(consumer)))
+                    append = stage_pb.AppendInput(chunk=chunk, last=self._edges.is_closed(consumer))
+                    self._out.append(ev.Feed(consumer.name, append))
 
     def _input_taken(self, task: Task, chunks: int) -> None:
         task.times.last_sign_at = self._now
@@ -298,49 +321,27 @@ class RequestMachine:
     # -- going on elsewhere -------------------------------------------------------
     def _recover(self, task: Task, error: MeshError) -> None:
         """Start a lost task's next attempt, from where it was or from its beginning, if it may have one."""
-        if self._first_loss_at is None:
-            self._first_loss_at = self._now
-        has_time = self._now - self._first_loss_at <= self._limits.max_total_s
-        exact_only = self.plan.request.recovery_policy == inference_pb.RECOVERY_POLICY_EXACT_OR_FAIL
-        mode = mode_after_loss(task, is_delivered=self._delivered(task), exact_or_fail=exact_only)
-        if mode is None or task.attempt >= self._limits.max_attempts or not has_time:
-            self._fail(task, self._loss_error(task, error))
+        verdict = self._losses.decide(task, error, self._now)
+        if isinstance(verdict, Fails):
+            self._fail(verdict.task, verdict.error)
             return
-        if mode is ResumeMode.RESTARTED:
-            if not self._restart_consumers(task, error):
-                return
+        if verdict.restarts:
             self._forget_output(task)
-        if SEVERITY[mode.value] > SEVERITY[task.recovery]:
-            task.recovery = mode.value
         task.state = TaskState.WAITING
         self._edges.reset(task)
+        for consumer in verdict.consumers:
+            self._restart_consumer(consumer)
         # A replica that is full says so at once; waiting for it would only hide the queue.
         self._advance(task, or_else=error if error.reason is Reason.OVERLOADED else None)
 
-    def _delivered(self, task: Task) -> bool:
-        """Whether the client may have some of the task's output."""
-        return task.planned.is_output and self.plan.is_delta and not task.output.is_empty
-
-    def _loss_error(self, task: Task, error: MeshError) -> MeshError:
-        return loss_error(task, error, is_delivered=self._delivered(task))
-
-    def _restart_consumers(self, task: Task, error: MeshError) -> bool:
-        """Have stages that read the lost output as a stream start anew; False when one of them cannot."""
-        for edge in self._edges.out_of.get(task.name, ()):
-            consumer = edge.consumer
-            if consumer.state is TaskState.WAITING:
-                edge.restart()
-            elif self._delivered(consumer):
-                self._fail(consumer, self._loss_error(consumer, error))
-                return False
-            elif not self._restart_consumers(consumer, error):
-                return False
-            elif consumer.is_live:
-                consumer.restart_when_stopped = True
-                self._abort_task(consumer, "its input starts anew")
-            elif consumer.state is TaskState.DONE:
-                self._restart(consumer)
-        return True
+    def _restart_consumer(self, consumer: Task) -> None:
+        if consumer.is_live:
+            consumer.restart_when_stopped = True
+            self._abort_task(consumer, "its input starts anew")
+        elif consumer.state is TaskState.DONE:
+            self._restart(consumer)
+        else:
+            self._edges.restart(consumer)
 
     def _restart(self, task: Task) -> None:
         """Back to the beginning, after the replica let go of the task."""
@@ -355,7 +356,7 @@ class RequestMachine:
         self._advance(task)
 
     def _forget_output(self, task: Task) -> None:
-        if self._delivered(task):
+        if self._losses.is_delivered(task):
             task.skip_media = max(task.skip_media, len(task.output.pieces))
         task.output.clear()
 

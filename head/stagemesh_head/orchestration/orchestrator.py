@@ -11,7 +11,9 @@ from stagemesh.config import Pipeline
 from stagemesh.rpc.errors import MeshError, Reason, invalid
 from stagemesh.v1 import admin_pb2 as admin_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
-from stagemesh_head.orchestration.envelope import check_envelope
+from stagemesh.v1 import prompt_pb2 as prompt_pb
+from stagemesh.v1 import sampling_pb2 as sampling_pb
+from stagemesh_head.orchestration.envelope import check_envelope, check_prompt
 from stagemesh_head.orchestration.events import StopCause
 from stagemesh_head.orchestration.pacer import Pacer
 from stagemesh_head.orchestration.plan import Planner
@@ -50,7 +52,12 @@ class Orchestrator:
 
     # -- one request ------------------------------------------------------------
     def open(
-        self, request: inference_pb.GenerateRequest, *, time_left_s: float | None = None, traceparent: str = ""
+        self,
+        request: inference_pb.GenerateRequest,
+        *,
+        time_left_s: float | None = None,
+        traceparent: str = "",
+        is_interactive: bool = False,
     ) -> RequestRun:
         """Check a request and start it. The caller empties its stream, and calls `close` in any case.
 
@@ -70,7 +77,7 @@ class Orchestrator:
                 f"request_id: {request.request_id!r}: a request with this id is still running",
                 request_id=request.request_id,
             )
-        plan = planner.plan(request, traceparent)
+        plan = planner.plan(request, traceparent, is_interactive=is_interactive)
         left = planner.pipeline.limits.request_timeout if time_left_s is None else time_left_s
         deadline = None if left is None else monotonic() + left
         run = RequestRun(plan, self._around, deadline=deadline, ended=self._ended)
@@ -91,6 +98,19 @@ class Orchestrator:
         else:
             self._unadmitted[plan.request_id] = admitted
         return run
+
+    def append(
+        self, run: RequestRun, prompt: prompt_pb.Prompt, params: sampling_pb.SamplingParams | None = None
+    ) -> None:
+        """Give an interactive request its next chunk.
+
+        Raises:
+            MeshError: INVALID_REQUEST or PROMPT_TOO_LARGE, naming the field.
+        """
+        check_prompt(prompt, run.plan.stages[0].stage, "append")
+        if params is not None:
+            params = self._planner(run.plan.pipeline.name).chunk_params(run.plan, params)
+        run.append(prompt, params, is_last=False)
 
     def close(self, run: RequestRun) -> None:
         """The client's call is over: whatever still runs of the request is stopped."""

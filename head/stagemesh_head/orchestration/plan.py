@@ -58,6 +58,8 @@ class Plan:
     is_delta: bool
     """Growing outputs are delivered as they grow."""
     traceparent: str = ""
+    is_interactive: bool = False
+    """The first stage's prompt goes on while it runs."""
 
 
 class Planner:
@@ -70,7 +72,9 @@ class Planner:
         self._outputs = tuple(stage for stage in pipeline.stages if stage.final_output)
         self._defaults = {stage.name: stage_params.defaults_of(stage) for stage in pipeline.stages}
 
-    def plan(self, request: inference_pb.GenerateRequest, traceparent: str = "") -> Plan:
+    def plan(
+        self, request: inference_pb.GenerateRequest, traceparent: str = "", *, is_interactive: bool = False
+    ) -> Plan:
         """The plan of a request whose envelope is valid.
 
         Raises:
@@ -94,9 +98,11 @@ class Planner:
             )
             params = merged[stage.name]
             stage_params.fix_seed(params)
-            stages.append(
-                PlannedStage(stage, tuple(stage.inputs), consumers, stage.name in outputs, params, resume_mode(params))
-            )
+            # Which tokens belong to which chunk of an interactive prompt is known to the engine alone.
+            resume = ResumeMode.RESTARTED if is_interactive else resume_mode(params)
+            stages.append(PlannedStage(stage, tuple(stage.inputs), consumers, stage.name in outputs, params, resume))
+        if is_interactive:
+            check_interactive(request, stages[0].name, stages[0].params)
         return Plan(
             request_id=request.request_id,
             pipeline=self.pipeline,
@@ -104,7 +110,19 @@ class Planner:
             stages=tuple(stages),
             is_delta=request.output_mode != inference_pb.OUTPUT_MODE_FINAL_ONLY,
             traceparent=traceparent,
+            is_interactive=is_interactive,
         )
+
+    def chunk_params(self, plan: Plan, params: sampling_pb.SamplingParams) -> sampling_pb.SamplingParams:
+        """A chunk's own parameters over those of its request.
+
+        Raises:
+            MeshError: INVALID_REQUEST that names the field.
+        """
+        first = plan.stages[0]
+        merged = stage_params.merge(first.stage, first.params, ("params", params))
+        check_interactive(plan.request, first.name, merged)
+        return merged
 
     def wanted_outputs(self, names: Sequence[str], modalities: Sequence[frame_pb.Modality.ValueType]) -> frozenset[str]:
         """Names of the output stages that a request wants: by name, else by modality, else all."""
@@ -141,6 +159,20 @@ class Planner:
             if stage.name in needed:
                 needed.update(stage.inputs)
         return needed
+
+
+def check_interactive(request: inference_pb.GenerateRequest, stage: str, params: sampling_pb.SamplingParams) -> None:
+    """Refuse what an engine cannot do while its prompt goes on.
+
+    Raises:
+        MeshError: INVALID_REQUEST that names the field.
+    """
+    if request.output_mode == inference_pb.OUTPUT_MODE_FINAL_ONLY:
+        raise invalid("output_mode", "FINAL_ONLY", "an interactive request delivers as it goes: use DELTA")
+    if params.llm.n > 1:
+        raise invalid(f"sampling[{stage}].n", params.llm.n, "an interactive request has one completion")
+    if params.llm.stop:
+        raise invalid(f"sampling[{stage}].stop", list(params.llm.stop), "an interactive request takes no stop texts")
 
 
 def order(pipeline: Pipeline) -> tuple[Stage, ...]:

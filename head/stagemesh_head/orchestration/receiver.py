@@ -82,7 +82,8 @@ class TaskReceiver:
                 error.metadata.setdefault("replica", str(self.link.key))
                 self._tell(ev.Failed(name, error))
             case "aborted":
-                self._tell(ev.Aborted(name, event.aborted.usage))
+                aborted = event.aborted
+                self._tell(ev.Aborted(name, aborted.usage if aborted.HasField("usage") else None))
 
     def on_lost(self, error: MeshError) -> None:
         """The link broke."""

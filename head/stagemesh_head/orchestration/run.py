@@ -12,7 +12,9 @@ from time import monotonic
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import admin_pb2 as admin_pb
 from stagemesh.v1 import frame_pb2 as frame_pb
+from stagemesh.v1 import prompt_pb2 as prompt_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
+from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh_head.orchestration import events as ev
 from stagemesh_head.orchestration.dispatch import seconds
@@ -64,6 +66,7 @@ class RequestRun:
         self._events: deque[ev.Event] = deque()
         self._is_applying = False
         self._is_admitted = False
+        self._prompt_bytes = plan.request.prompt.ByteSize() if plan.is_interactive else 0
         self._quiet_waiters: list[asyncio.Future[None]] = []
         self._stop_timer: asyncio.TimerHandle | None = None
         self._deadline_timer: asyncio.TimerHandle | None = None
@@ -82,6 +85,27 @@ class RequestRun:
         if cause is ev.StopCause.ASKED and self._stop_timer is None and not self.machine.is_ended:
             self._stop_timer = asyncio.get_running_loop().call_later(timeout, self._tell, ev.StopTimeout())
         self._tell(ev.Stop(cause, error))
+
+    def append(
+        self, prompt: prompt_pb.Prompt | None, params: sampling_pb.SamplingParams | None, *, is_last: bool
+    ) -> None:
+        """Further input of an interactive request; a request that is over takes none.
+
+        Raises:
+            MeshError: PROMPT_TOO_LARGE, all chunks together.
+        """
+        if prompt is not None:
+            first = self.plan.stages[0].stage
+            self._prompt_bytes += prompt.ByteSize()
+            limit = first.limits.max_prompt_bytes
+            if self._prompt_bytes > limit:
+                raise MeshError(
+                    Reason.PROMPT_TOO_LARGE,
+                    f"append: {self._prompt_bytes} bytes in all: stage {first.name!r} takes at most {limit} bytes",
+                    field="append",
+                    limit_bytes=limit,
+                )
+        self._tell(ev.PromptArrived(prompt, params, is_last))
 
     def discard(self) -> None:
         """It was not admitted: forget it. Nothing was started."""
@@ -142,9 +166,10 @@ class RequestRun:
                 self._end(command)
             case ev.Feed():
                 receiver = self._receivers[command.task]
-                receiver.link.append(
-                    stage_pb.AppendInput(slot=receiver.slot, chunk=command.chunk, last=command.is_last)
-                )
+                append = stage_pb.AppendInput()
+                append.CopyFrom(command.append)
+                append.slot = receiver.slot
+                receiver.link.append(append)
             case ev.Grant():
                 receiver = self._receivers[command.task]
                 receiver.link.grant(receiver.slot, command.units)
@@ -191,7 +216,8 @@ class RequestRun:
         cursor = self._cursors.get(command.task)
         is_direct = cursor is not None and self.plan.is_delta
         if cursor is not None and is_direct:
-            if task.output.is_empty:
+            if task.output.is_empty or task.attempt == 1:
+                # Nothing, or what the client had before this head knew of it.
                 self.stream.drop_text(cursor)
                 cursor.skip_to_end()
             else:

@@ -109,7 +109,8 @@ class Task:
     def has_used_budget(self) -> bool:
         """Whether a task that lost its replica had nothing left to say but its end."""
         llm = self.planned.params.llm
-        return self.attempt > 1 and llm.HasField("max_tokens") and len(self.output.token_ids) >= llm.max_tokens
+        had = len(self.output.token_ids)
+        return bool(had) and llm.HasField("max_tokens") and had >= llm.max_tokens
 
     def wait(self, now: float) -> None:
         """Begin the next attempt: a replica is looked for."""

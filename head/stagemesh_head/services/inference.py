@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 
-from stagemesh.rpc.errors import MeshError
+from stagemesh.rpc.errors import MeshError, invalid
 from stagemesh.v1 import header_pb2 as header_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.v1 import inference_pb2_grpc as inference_rpc
 from stagemesh_head.orchestration.catalogue import Catalogue
+from stagemesh_head.orchestration.events import StopCause
 from stagemesh_head.orchestration.orchestrator import Orchestrator
+from stagemesh_head.orchestration.run import RequestRun
 from stagemesh_head.services.paging import page_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -45,6 +48,52 @@ class InferenceServicer(inference_rpc.InferenceServiceServicer):
             await error.abort(context)
         finally:
             self._orchestrator.close(run)
+
+    async def GenerateInteractive(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[inference_pb.GenerateInteractiveRequest], context: Context
+    ) -> None:
+        """Generate with input that goes on; the end of the client's messages is the end of the input."""
+        try:
+            run = await self._open_interactive(request_iterator, context)
+        except MeshError as error:
+            await error.abort(context)
+        reader = asyncio.create_task(self._append_all(run, request_iterator), name="interactive input")
+        try:
+            while responses := await run.stream.next():
+                for response in responses:
+                    # The same fields by the same numbers.
+                    await context.write(
+                        inference_pb.GenerateInteractiveResponse.FromString(response.SerializeToString())
+                    )
+        except MeshError as error:
+            await error.abort(context)
+        finally:
+            reader.cancel()
+            self._orchestrator.close(run)
+
+    async def _open_interactive(
+        self, messages: AsyncIterator[inference_pb.GenerateInteractiveRequest], context: Context
+    ) -> RequestRun:
+        first = await anext(aiter(messages), None)
+        if first is None or first.WhichOneof("input") != "open":
+            raise invalid("input", "", "the first message must have `open`")
+        if first.HasField("params"):
+            raise invalid("params", "", "the first message has its parameters in `open.sampling`")
+        return self._orchestrator.open(
+            first.open, time_left_s=time_left(context), traceparent=traceparent(context), is_interactive=True
+        )
+
+    async def _append_all(
+        self, run: RequestRun, messages: AsyncIterator[inference_pb.GenerateInteractiveRequest]
+    ) -> None:
+        try:
+            async for message in messages:
+                if message.WhichOneof("input") != "append":
+                    raise invalid("input", message.WhichOneof("input") or "", "messages after the first have `append`")
+                self._orchestrator.append(run, message.append, message.params if message.HasField("params") else None)
+            run.append(None, None, is_last=True)
+        except MeshError as error:
+            run.stop(StopCause.FAILED, error)
 
     async def AbortRequest(
         self, request: inference_pb.AbortRequestRequest, context: Context
