@@ -11,11 +11,14 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from stagemesh.rpc.errors import MeshError, Reason, invalid
 from stagemesh.rpc.options import open_channel
 from stagemesh.tensors import segments
+from stagemesh.tensors.chunks import decode_chunk
 from stagemesh.tensors.codec import Array, decode, from_buffer, size_bytes
+from stagemesh.tensors.service import FETCH_METHOD
 from stagemesh.v1 import tensor_pb2 as tensor_pb
 from stagemesh.v1 import tensor_pb2_grpc as tensor_grpc
 
@@ -27,7 +30,14 @@ PROGRESS_S = 30.0
 """A stream that brings nothing for so long counts as broken, in seconds."""
 MAX_CHANNELS = 64
 """Connections to owners kept open."""
+BULK_OPTIONS = (("grpc.http2.max_frame_size", 1 << 20),)
+"""Frames of up to 1 MiB instead of 16 KiB: a seventh less CPU a byte on the receiving side."""
 _FIRST_BACKOFF_S = 0.1
+
+
+def open_bulk_channel(target: str) -> grpc.aio.Channel:
+    """A channel with a connection of its own, for bulk: it delays nobody's control messages."""
+    return open_channel(target, own_connection=True, extra=BULK_OPTIONS)
 
 
 class TensorResolver:
@@ -35,19 +45,19 @@ class TensorResolver:
 
     Args:
         host_id: identity of this host; equal to a reference's, its segment is mapped.
-        open_channel: makes the channel to an owner; with a connection of its own, so that bulk delays nobody.
+        channel_factory: makes the channel to an owner.
     """
 
     def __init__(
         self,
         *,
         host_id: str = "",
-        open_channel: Callable[[str], grpc.aio.Channel] = lambda target: open_channel(target, own_connection=True),
+        channel_factory: Callable[[str], grpc.aio.Channel] = open_bulk_channel,
         max_tensor_bytes: int = MAX_TENSOR_BYTES,
         progress_s: float = PROGRESS_S,
     ) -> None:
         self._host_id = host_id
-        self._open_channel = open_channel
+        self._open_channel = channel_factory
         self._max_bytes = max_tensor_bytes
         self._progress_s = progress_s
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
@@ -129,13 +139,18 @@ class TensorResolver:
         request = tensor_pb.FetchTensorRequest(
             key=ref.key, owner_incarnation=ref.owner_incarnation, offset_bytes=received.size
         )
-        call = tensor_grpc.TensorServiceStub(channel).FetchTensor(request)
+        fetch: grpc.aio.UnaryStreamMultiCallable[tensor_pb.FetchTensorRequest, bytes] = channel.unary_stream(
+            FETCH_METHOD, request_serializer=tensor_pb.FetchTensorRequest.SerializeToString
+        )
+        call = fetch(request)
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._progress_s) as deadline:
-                async for chunk in call:
-                    received.add(chunk, ref.key)
+                async for message in call:
+                    received.add(*decode_chunk(message), ref.key)
                     deadline.reschedule(loop.time() + self._progress_s)
+        except DecodeError as error:
+            raise MeshError(Reason.TENSOR_CORRUPT, f"{ref.endpoint} sent what is no chunk: {error}") from error
         except TimeoutError:
             raise MeshError(Reason.UNREACHABLE, f"{ref.endpoint} sent nothing for {self._progress_s:g} s") from None
         except grpc.aio.AioRpcError as error:
@@ -176,12 +191,10 @@ class _Received:
     def missing(self) -> int:
         return len(self._view) - self.size
 
-    def add(self, chunk: tensor_pb.FetchTensorResponse, key: str) -> None:
-        data = chunk.data
+    def add(self, data: memoryview, expected: int | None, key: str) -> None:
         if len(data) > self.missing:
             raise MeshError(Reason.TENSOR_CORRUPT, f"tensor {key!r} is longer than its reference says", key=key)
         self._view[self.size : self.size + len(data)] = data
         self.size += len(data)
         self.crc32 = zlib.crc32(data, self.crc32)
-        if chunk.HasField("crc32"):
-            self.expected = chunk.crc32
+        self.expected = expected if expected is not None else self.expected

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-import os
 import secrets
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from stagemesh.rpc.errors import MeshError, Reason
@@ -48,13 +46,8 @@ class TensorReader:
     def __init__(self, kept: _Kept) -> None:
         self.size = kept.size
         self._kept = kept
-        self._descriptor = segments.open_reader(kept.segment) if kept.segment else -1
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Up to `length` bytes from `offset`."""
-        if self._descriptor >= 0:
-            return os.pread(self._descriptor, length, offset)
-        return self._kept.data[offset : offset + length]
+        self.data = memoryview(segments.map_read_only(kept.segment, kept.size) if kept.segment else kept.data)
+        """All its bytes."""
 
     @property
     def known_crc32(self) -> int | None:
@@ -67,17 +60,8 @@ class TensorReader:
 
     def compute_crc32(self) -> int:
         """CRC-32 of all bytes; reads them once, for a thread when they are many."""
-        crc32, offset = 0, 0
-        while chunk := self.read(offset, segments.WRITE_BYTES):
-            crc32, offset = zlib.crc32(chunk, crc32), offset + len(chunk)
-        self._kept.crc32 = crc32
+        self._kept.crc32 = crc32 = zlib.crc32(self.data)
         return crc32
-
-    def close(self) -> None:
-        """Close; also twice."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
 
 
 class TensorStore:
@@ -134,7 +118,7 @@ class TensorStore:
             MeshError: OVERLOADED when there is no room; INVALID_REQUEST when the type has no place on the wire.
         """
         stored, name = prepare(array, dtype)
-        if stored.nbytes < self._inline_below:
+        if stored.nbytes < self._inline_below or not stored.nbytes:
             inline = tensor_pb.Tensor(dtype=name, shape=stored.shape, data=stored.tobytes())
             return tensor_pb.TensorValue(inline=inline)
         size = stored.nbytes
@@ -173,8 +157,7 @@ class TensorStore:
             return self.put(request_id, array, dtype=dtype)
         return await asyncio.to_thread(self.put, request_id, array, dtype=dtype)
 
-    @contextlib.contextmanager
-    def reading(self, key: str, incarnation: str = "") -> Iterator[TensorReader]:
+    def read(self, key: str, incarnation: str = "") -> TensorReader:
         """Open a tensor for reading; its time starts anew.
 
         Raises:
@@ -192,10 +175,7 @@ class TensorStore:
             reader = None
         if reader is None:
             raise MeshError(Reason.TENSOR_GONE, f"tensor {key!r} was released or its time is over", key=key)
-        try:
-            yield reader
-        finally:
-            reader.close()
+        return reader
 
     def release(self, keys: Iterable[str]) -> tuple[int, int]:
         """Drop tensors; returns how many were dropped and how many were not there."""

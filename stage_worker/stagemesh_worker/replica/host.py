@@ -19,7 +19,6 @@ from stagemesh.tensors import TensorResolver, TensorServicer, TensorStore
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import stage_pb2_grpc as stage_grpc
 from stagemesh.v1 import tensor_pb2 as tensor_pb
-from stagemesh.v1 import tensor_pb2_grpc as tensor_grpc
 from stagemesh_worker.adapters import AdapterRunner
 from stagemesh_worker.engines.base import Engine
 from stagemesh_worker.replica.calls import ControlCalls
@@ -89,7 +88,7 @@ class ReplicaHost:
         stage_grpc.add_StageServiceServicer_to_server(
             StageServicer(self._identity, self._links, ControlCalls(self._engine)), server
         )
-        tensor_grpc.add_TensorServiceServicer_to_server(TensorServicer(self._store), server)
+        TensorServicer(self._store).add_to_server(server)
         port = bind(server, f"{assign.listen_host}:0")
         endpoint = f"{assign.advertise_host}:{port}"
         self._store.endpoint = endpoint

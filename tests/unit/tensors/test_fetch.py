@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import zlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ class CountingServicer(TensorServicer):
 
     async def FetchTensor(
         self, request: tensor_pb.FetchTensorRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[tensor_pb.FetchTensorResponse]:
+    ) -> AsyncIterator[bytes]:
         self.offsets.append(request.offset_bytes)
         left = self.breaks.pop(0) if self.breaks else -1
         async for chunk in super().FetchTensor(request, context):
@@ -44,7 +45,7 @@ class CountingServicer(TensorServicer):
             if self.stall:
                 await asyncio.Event().wait()
             if self.corrupts:
-                chunk.data = bytes([chunk.data[0] ^ 1]) + chunk.data[1:]
+                chunk = chunk[:100] + bytes([chunk[100] ^ 1]) + chunk[101:]
             left -= 1
             yield chunk
 
@@ -61,7 +62,7 @@ async def owner() -> AsyncIterator[Owner]:
     servicer = CountingServicer(store)
     server = create_server()
     port = bind(server, "127.0.0.1:0")
-    tensor_grpc.add_TensorServiceServicer_to_server(servicer, server)
+    servicer.add_to_server(server)
     await server.start()
     store.endpoint = f"127.0.0.1:{port}"
     yield Owner(store, servicer)
@@ -148,6 +149,37 @@ async def test_a_fetch_that_always_breaks_ends_with_an_error(
         await far.resolve(owner.store.put("r", ARRAY))
     assert caught.value.retryable
     assert len(owner.servicer.offsets) == fetch.ATTEMPTS
+
+
+async def test_a_client_made_from_the_contract_alone_reads_it_too(owner: Owner) -> None:
+    ref = owner.store.put("r", ARRAY).ref
+    async with open_channel(owner.store.endpoint) as channel:
+        stub = tensor_grpc.TensorServiceStub(channel)
+        chunks = [chunk async for chunk in stub.FetchTensor(tensor_pb.FetchTensorRequest(key=ref.key), timeout=30)]
+    assert b"".join(chunk.data for chunk in chunks) == ARRAY.tobytes()
+    assert [chunk.HasField("crc32") for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].crc32 == zlib.crc32(ARRAY.tobytes())
+
+
+async def test_an_owner_that_speaks_by_generated_code_is_understood(far: TensorResolver) -> None:
+    class Plain(tensor_grpc.TensorServiceServicer):
+        async def FetchTensor(
+            self, request: tensor_pb.FetchTensorRequest, context: grpc.aio.ServicerContext
+        ) -> AsyncIterator[tensor_pb.FetchTensorResponse]:
+            yield tensor_pb.FetchTensorResponse(data=ARRAY.tobytes()[:1000])
+            yield tensor_pb.FetchTensorResponse()
+            yield tensor_pb.FetchTensorResponse(data=ARRAY.tobytes()[1000:4000])
+            yield tensor_pb.FetchTensorResponse(crc32=zlib.crc32(ARRAY.tobytes()[:4000]))
+
+    server = create_server()
+    port = bind(server, "127.0.0.1:0")
+    tensor_grpc.add_TensorServiceServicer_to_server(Plain(), server)
+    await server.start()
+    ref = tensor_pb.TensorRef(endpoint=f"127.0.0.1:{port}", key="k", dtype="float32", shape=[1000], size_bytes=4000)
+    try:
+        assert np.array_equal(await far.resolve_ref(ref), ARRAY[0])
+    finally:
+        await server.stop(0)
 
 
 async def test_a_changed_byte_is_seen(owner: Owner, far: TensorResolver) -> None:

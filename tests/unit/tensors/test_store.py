@@ -38,8 +38,7 @@ def store(clock: Clock):  # type: ignore[no-untyped-def]
 
 
 def read_all(store: TensorStore, ref: tensor_pb.TensorRef) -> bytes:
-    with store.reading(ref.key, ref.owner_incarnation) as reader:
-        return reader.read(0, reader.size)
+    return bytes(store.read(ref.key, ref.owner_incarnation).data)
 
 
 def test_small_goes_inline_and_large_by_reference(store: TensorStore) -> None:
@@ -51,6 +50,13 @@ def test_small_goes_inline_and_large_by_reference(store: TensorStore) -> None:
     assert (large.ref.dtype, list(large.ref.shape), large.ref.size_bytes) == ("float32", [16384], 64 << 10)
     assert (large.ref.host_id, large.ref.owner_incarnation) == ("here", "one")
     assert large.ref.shared_memory in segments.names_of(os.getpid())
+
+
+def test_an_empty_array_goes_inline_whatever_the_threshold() -> None:
+    store = TensorStore(host_id="here", incarnation="one", inline_below_bytes=0)
+    assert store.put("r", np.zeros((0, 3))).WhichOneof("value") == "inline"
+    assert store.put("r", np.zeros(1, np.uint8)).WhichOneof("value") == "ref"
+    store.close()
 
 
 def test_the_caller_may_change_its_array_afterwards(store: TensorStore) -> None:
@@ -106,8 +112,8 @@ def test_what_nobody_released_goes_by_time_and_reading_renews_it(store: TensorSt
 
 def test_an_earlier_incarnations_reference_is_refused(store: TensorStore) -> None:
     ref = store.put("r", LARGE).ref
-    with pytest.raises(MeshError) as caught, store.reading(ref.key, "zero"):
-        pass
+    with pytest.raises(MeshError) as caught:
+        store.read(ref.key, "zero")
     assert caught.value.reason is Reason.STALE_INCARNATION
 
 
@@ -168,9 +174,9 @@ def test_a_write_that_fails_in_the_middle_leaves_no_segment(
 
 def test_a_reader_reads_on_while_the_tensor_is_released(store: TensorStore) -> None:
     ref = store.put("r", LARGE).ref
-    with store.reading(ref.key) as reader:
-        store.release([ref.key])
-        assert reader.read(0, reader.size) == LARGE.tobytes()
+    reader = store.read(ref.key)
+    store.release([ref.key])
+    assert bytes(reader.data) == LARGE.tobytes()
 
 
 def test_a_closed_store_keeps_nothing_and_takes_nothing(store: TensorStore) -> None:

@@ -139,6 +139,7 @@ class ChildProcess:
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            "TRANSFORMERS_VERBOSITY": os.environ.get("TRANSFORMERS_VERBOSITY", "error"),
             "TQDM_DISABLE": "1",  # progress bars push the lines that matter out of what we keep
         }
         if self._devices.cores:
