@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
@@ -21,7 +21,7 @@ from stagemesh.client.errors import from_call
 from stagemesh.client.frames import Frame
 from stagemesh.client.journey import RetryPolicy
 from stagemesh.client.pipelines import AbortResult, PipelineInfo, abort_result, pipeline_info
-from stagemesh.client.prompts import PromptLike
+from stagemesh.client.prompts import PromptLike, first_chunk, to_prompt
 from stagemesh.client.requests import RequestOptions, build_request
 from stagemesh.client.sampling import SamplingByStage, needs_stage_types
 from stagemesh.rpc.options import open_channel
@@ -119,6 +119,51 @@ class AsyncClient:
             finally:
                 call.cancel()
             await asyncio.sleep(journey.delay_after(error))
+
+    async def generate_interactive(
+        self,
+        chunks: AsyncIterable[PromptLike],
+        *,
+        sampling: SamplingByStage | None = None,
+        timeout: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncIterator[Frame]:
+        """As `generate`, with a prompt that goes on while the output comes. See `Client.generate_interactive`.
+
+        An exception of `chunks` ends the request and is raised here.
+        """
+        rest = aiter(chunks)
+        request = build_request(first_chunk(await anext(rest, None)), **options)
+        pipeline = await self.get_pipeline(request.pipeline) if needs_stage_types(sampling) else None
+        add_sampling(request, sampling, pipeline)
+        journey = self._connection.journey(request, timeout)
+        failures: list[Exception] = []
+
+        async def messages() -> AsyncIterator[inference_pb.GenerateInteractiveRequest]:
+            yield inference_pb.GenerateInteractiveRequest(open=request)
+            try:
+                async for chunk in rest:
+                    yield inference_pb.GenerateInteractiveRequest(append=to_prompt(chunk))
+            except Exception as error:
+                failures.append(error)
+                raise  # gRPC cancels the call
+
+        call = self._stub().GenerateInteractive(messages(), timeout=journey.next_call()[1])
+        try:
+            async for response in call:
+                frame = journey.accept(response)
+                if frame is not None:
+                    yield frame
+        except grpc.RpcError as error:
+            raise from_call(error, self.address) from None
+        except asyncio.CancelledError:
+            if failures:  # nobody cancelled us: gRPC cancelled the call
+                raise failures[0] from None
+            raise
+        finally:
+            call.cancel()
+        if not journey.is_finished:
+            raise journey.ended_early()
 
     async def abort(self, *request_ids: str, timeout: float = 2.0) -> list[AbortResult]:
         """Stop requests in every stage; waits up to `timeout` seconds for the stages' word."""

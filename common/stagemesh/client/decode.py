@@ -35,7 +35,7 @@ from stagemesh.v1 import tensor_pb2 as tensor_pb
 _NOT_NUMPY = {"bfloat16": "uint16"}
 
 
-def decode(response: inference_pb.GenerateResponse) -> Frame:
+def decode(response: inference_pb.GenerateResponse | inference_pb.GenerateInteractiveResponse) -> Frame:
     """The frame of one response."""
     common: dict[str, Any] = {"request_id": response.request_id, "sequence": response.sequence}
     if response.WhichOneof("event") == "finished":

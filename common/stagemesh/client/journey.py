@@ -24,6 +24,7 @@ from stagemesh.client.frames import Finished, Frame, Media, StageFinished, TextD
 from stagemesh.rpc.errors import Reason
 from stagemesh.v1 import inference_pb2 as inference_pb
 
+Response = inference_pb.GenerateResponse | inference_pb.GenerateInteractiveResponse
 BACKOFF_BASE_S, BACKOFF_CAP_S = 0.1, 2.0
 
 
@@ -83,7 +84,7 @@ class Journey:
             self._request.resume.CopyFrom(self._resume_point())
         return self._request, remaining
 
-    def accept(self, response: inference_pb.GenerateResponse) -> Frame | None:
+    def accept(self, response: Response) -> Frame | None:
         """Take note of a response; returns its frame, or None for one that had come before the stream broke."""
         frame = decode(response)
         self._sequence = max(self._sequence, frame.sequence)

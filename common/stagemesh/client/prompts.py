@@ -43,6 +43,13 @@ def to_prompt(prompt: PromptLike, *, negative: str = "", media: Sequence[MediaIn
     return message
 
 
+def first_chunk(chunk: PromptLike | None) -> PromptLike:
+    """The chunk that opens an interactive request. Raises InvalidRequest when there is none."""
+    if chunk is None:
+        raise invalid("chunks", (), "is empty: an interactive request begins with its first chunk")
+    return chunk
+
+
 def _content(prompt: PromptLike) -> prompt_pb.Prompt:
     if isinstance(prompt, prompt_pb.Prompt):
         copy = prompt_pb.Prompt()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
@@ -21,7 +21,7 @@ from stagemesh.client.errors import from_call
 from stagemesh.client.frames import Frame
 from stagemesh.client.journey import Journey, RetryPolicy
 from stagemesh.client.pipelines import AbortResult, PipelineInfo, abort_result, pipeline_info
-from stagemesh.client.prompts import PromptLike
+from stagemesh.client.prompts import PromptLike, first_chunk, to_prompt
 from stagemesh.client.requests import RequestOptions, build_request
 from stagemesh.client.sampling import SamplingByStage, needs_stage_types
 from stagemesh.rpc.options import channel_credentials, channel_options
@@ -132,6 +132,46 @@ class Client:
             finally:
                 call.cancel()
             time.sleep(journey.delay_after(error))
+
+    def generate_interactive(
+        self,
+        chunks: Iterable[PromptLike],
+        *,
+        sampling: SamplingByStage | None = None,
+        timeout: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Iterator[Frame]:
+        """As `generate`, with a prompt that goes on while the output comes: each of `chunks` adds to it.
+
+        `chunks` is read in a thread of gRPC's, its first item at once; its end is the end of the prompt. A stream that
+        breaks is not taken up, since what `chunks` gave cannot be had again.
+        """
+        rest = iter(chunks)
+        request = build_request(first_chunk(next(rest, None)), **options)
+        pipeline = self.get_pipeline(request.pipeline) if needs_stage_types(sampling) else None
+        add_sampling(request, sampling, pipeline)
+        return self._interactive_frames(request, rest, self._connection.journey(request, timeout))
+
+    def _interactive_frames(
+        self, request: inference_pb.GenerateRequest, rest: Iterator[PromptLike], journey: Journey
+    ) -> Iterator[Frame]:
+        def messages() -> Iterator[inference_pb.GenerateInteractiveRequest]:
+            yield inference_pb.GenerateInteractiveRequest(open=request)
+            for chunk in rest:
+                yield inference_pb.GenerateInteractiveRequest(append=to_prompt(chunk))
+
+        call = self._stub.GenerateInteractive(messages(), timeout=journey.next_call()[1])
+        try:
+            for response in call:
+                frame = journey.accept(response)
+                if frame is not None:
+                    yield frame
+        except grpc.RpcError as error:
+            raise from_call(error, self.address) from None
+        finally:
+            call.cancel()
+        if not journey.is_finished:
+            raise journey.ended_early()
 
     def abort(self, *request_ids: str, timeout: float = 2.0) -> list[AbortResult]:
         """Stop requests in every stage; waits up to `timeout` seconds for the stages' word."""

@@ -59,6 +59,19 @@ class ScriptedHead(inference_grpc.InferenceServiceServicer):
         context.add_callback(lambda: None if context.code() == grpc.StatusCode.OK else self.cancelled.set())
         yield from script(request, context)
 
+    def GenerateInteractive(self, request_iterator, context):  # type: ignore[no-untyped-def]
+        """Says each chunk back as soon as it comes."""
+        context.add_callback(lambda: None if context.code() == grpc.StatusCode.OK else self.cancelled.set())
+        for number, message in enumerate(request_iterator, 1):
+            prompt = message.open.prompt if message.HasField("open") else message.append
+            if message.HasField("open"):
+                self.requests.append(message.open)
+            echo = text(self.requests[0], number, f"[{prompt.text}]", number)
+            yield inference_pb.GenerateInteractiveResponse.FromString(echo.SerializeToString())
+        yield inference_pb.GenerateInteractiveResponse.FromString(
+            the_end(self.requests[0], number + 1).SerializeToString()
+        )
+
     def AbortRequest(self, request, context):  # type: ignore[no-untyped-def]
         outcomes = {"runs": inference_pb.ABORT_OUTCOME_ABORTED}
         return inference_pb.AbortRequestResponse(
