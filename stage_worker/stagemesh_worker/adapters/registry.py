@@ -48,7 +48,6 @@ class AdapterRunner:
         Raises:
             MeshError: ADAPTER_FAILED when it raises, takes too long, or returns nothing without cause.
         """
-        name = self._stage.input_adapter or "by type"
         try:
             if self._threads is None:
                 made = function(request, inputs, self._stage)
@@ -59,15 +58,15 @@ class AdapterRunner:
         except MeshError:
             raise
         except TimeoutError:
-            raise self._failed(f"adapter {name}: took longer than {self._timeout_s:g} s") from None
+            raise self.failed(f"took longer than {self._timeout_s:g} s") from None
         except Exception as error:
-            raise self._failed(f"adapter {name}: {type(error).__name__}: {error}") from error
+            raise self.failed(f"{type(error).__name__}: {error}") from error
         if made is None:
             if inputs and all(item.is_empty for item in inputs):
                 return None
-            raise self._failed(f"adapter {name}: returned nothing though its input was not empty")
+            raise self.failed("returned nothing though its input was not empty")
         if not isinstance(made, EngineInput):
-            raise self._failed(f"adapter {name}: returned {type(made).__name__}, want EngineInput or None")
+            raise self.failed(f"returned {type(made).__name__}, want EngineInput or None")
         return made
 
     def close(self) -> None:
@@ -75,8 +74,10 @@ class AdapterRunner:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _failed(self, message: str) -> MeshError:
-        return MeshError(Reason.ADAPTER_FAILED, message, stage=self._stage.name)
+    def failed(self, problem: str) -> MeshError:
+        """The error of a task whose adapter had this problem."""
+        name = self._stage.input_adapter or "by type"
+        return MeshError(Reason.ADAPTER_FAILED, f"adapter {name}: {problem}", stage=self._stage.name)
 
 
 class TaskAdapter:
@@ -92,7 +93,10 @@ class TaskAdapter:
     async def __call__(self, request: EngineInput, inputs: Sequence[StageInput]) -> EngineInput | None:
         """The engine's input for these outputs; see `AdapterRunner.call`."""
         if self._function is None:
-            self._function = self._target()
+            try:
+                self._function = self._target()
+            except Exception as error:
+                raise self._runner.failed(f"{type(error).__name__}: {error}") from error
         assert self._function is not None
         return await self._runner.call(self._function, request, inputs)
 

@@ -91,7 +91,7 @@ def _serve(assign: Assign, engine: Engine, channel: ControlChannel) -> int:
 
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     code = runner.run(live())
-    # All that matters is cleaned up. What is left (threads of libraries, seconds of their finalizers) is not waited for.
+    # What matters is cleaned up; libraries' threads and seconds of their finalizers are not waited for.
     remove_run_directory()
     logging.shutdown()
     sys.stdout.flush()

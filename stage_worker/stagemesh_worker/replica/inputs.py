@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from stagemesh.rpc.errors import MeshError, Reason
+from stagemesh.tensors import encode
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import prompt_pb2 as prompt_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
@@ -41,8 +42,18 @@ async def read_prompt(prompt: prompt_pb.Prompt, resolver: Resolver) -> EngineInp
         token_ids=tuple(prompt.tokens.ids) if kind == "tokens" else None,
         embeds=await resolver.resolve(prompt.embeds) if kind == "embeds" else None,
         negative_text=prompt.negative_text or None,
-        media=tuple(prompt.media),
+        media=tuple([await _media_here(item, resolver) for item in prompt.media]),
     )
+
+
+async def _media_here(item: prompt_pb.MediaInput, resolver: Resolver) -> prompt_pb.MediaInput:
+    """The item with its tensor inline, wherever it was."""
+    if not item.tensor.HasField("ref"):
+        return item
+    filled = prompt_pb.MediaInput()
+    filled.CopyFrom(item)
+    filled.tensor.inline.CopyFrom(encode(await resolver.resolve(item.tensor)))
+    return filled
 
 
 async def read_upstream(output: stage_pb.UpstreamOutput, resolver: Resolver) -> StageInput:

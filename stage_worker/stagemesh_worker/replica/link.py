@@ -68,7 +68,7 @@ class Link:
         slot = submit.slot
         if slot in self._slots:
             raise invalid("slot", slot, "is still taken by the task before: wait for its terminal event")
-        sink = SlotSink(submit, self.outbox, self._keep_tensor, self._keep_media, lambda: self._slots.pop(slot, None))
+        sink = SlotSink(submit, self.outbox, self._keep_tensor, self._keep_media, lambda: self._free(slot))
         if self.draining:
             sink.failed(MeshError(Reason.DRAINING, "the replica takes no new work because it drains"))
             return
@@ -79,3 +79,6 @@ class Link:
         self._slots[slot] = task
         self._running.add(task)
         task.work.add_done_callback(lambda _: self._running.discard(task))
+
+    def _free(self, slot: int) -> None:
+        self._slots.pop(slot, None)

@@ -27,8 +27,6 @@ _MODALITIES = {
     "latent": frame_pb.MODALITY_LATENT,
 }
 
-_Context = grpc.aio.ServicerContext  # type: ignore[type-arg]
-
 
 class StageServicer(stage_grpc.StageServiceServicer):
     """What a replica serves to heads."""
@@ -38,7 +36,9 @@ class StageServicer(stage_grpc.StageServiceServicer):
         self._links = links
         self._calls = calls
 
-    async def Execute(self, request_iterator: AsyncIterator[stage_pb.ExecuteRequest], context: _Context) -> None:
+    async def Execute(  # type: ignore[override]  # it writes by itself, which merges better than yielding
+        self, request_iterator: AsyncIterator[stage_pb.ExecuteRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
         """One head's stream."""
         try:
             first = await self._opening(request_iterator)
@@ -57,9 +57,9 @@ class StageServicer(stage_grpc.StageServiceServicer):
             link.close()
             self._links.closed(link)
             reader.cancel()
-        error = reader.exception() if reader.done() and not reader.cancelled() else None
-        if error is not None:
-            await MeshError.from_exception(error).abort(context)
+        broken = reader.exception() if reader.done() and not reader.cancelled() else None
+        if broken is not None:
+            await MeshError.from_exception(broken).abort(context)
 
     async def _opening(self, requests: AsyncIterator[stage_pb.ExecuteRequest]) -> stage_pb.ExecuteRequest:
         try:
@@ -72,7 +72,9 @@ class StageServicer(stage_grpc.StageServiceServicer):
         self._identity.check(first.open.replica)
         return first
 
-    async def Call(self, request: stage_pb.CallRequest, context: _Context) -> stage_pb.CallResponse:
+    async def Call(
+        self, request: stage_pb.CallRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> stage_pb.CallResponse:
         """One control call."""
         try:
             arguments: list[Any] = json_format.MessageToDict(request.args)  # type: ignore[assignment]
@@ -85,7 +87,7 @@ class StageServicer(stage_grpc.StageServiceServicer):
         return stage_pb.CallResponse(result=result)
 
     async def DescribeStage(
-        self, request: stage_pb.DescribeStageRequest, context: _Context
+        self, request: stage_pb.DescribeStageRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> stage_pb.DescribeStageResponse:
         """What runs here."""
         engine, identity = self._links.engine, self._identity

@@ -7,9 +7,12 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from PIL import Image
+
+Array = np.ndarray[Any, Any]
 
 VOCABULARY = tuple(
     f"{first}{second}{third} "
@@ -59,7 +62,7 @@ def token_ids_of(text: str) -> list[int]:
     ]
 
 
-def image(key: bytes, width: int, height: int, completed: float = 1.0) -> np.ndarray:
+def image(key: bytes, width: int, height: int, completed: float = 1.0) -> Array:
     """Pixels uint8 [height, width, 3]: two colours and a disc that belong to `key`; noise covers what is not done.
 
     Args:
@@ -78,21 +81,21 @@ def image(key: bytes, width: int, height: int, completed: float = 1.0) -> np.nda
     return pixels
 
 
-def encode_image(pixels: np.ndarray, output_format: str) -> bytes:
+def encode_image(pixels: Array, output_format: str) -> bytes:
     """The file of uint8 pixels [height, width, 3]: "png", "jpeg" or "webp"."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format=output_format.upper())
     return buffer.getvalue()
 
 
-def sound(key: bytes, start: int, samples: int, sample_rate_hz: int) -> np.ndarray:
+def sound(key: bytes, start: int, samples: int, sample_rate_hz: int) -> Array:
     """A tone that belongs to `key`: float32 [samples] in [-1, 1], from sample `start` on."""
     pitch = 220.0 * 2 ** (hashlib.blake2b(key, digest_size=1).digest()[0] % 24 / 12)
     positions = np.arange(start, start + samples, dtype=np.float64)
     return np.asarray(0.3 * np.sin(2 * math.pi * pitch / sample_rate_hz * positions), dtype=np.float32)
 
 
-def tensor(key: bytes, shape: tuple[int, ...]) -> np.ndarray:
+def tensor(key: bytes, shape: tuple[int, ...]) -> Array:
     """Normal float32 numbers of `shape` that belong to `key`."""
     seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
     return np.random.Generator(np.random.PCG64(seed)).standard_normal(shape, dtype=np.float32)

@@ -131,9 +131,9 @@ class SyntheticEngine(Engine):
             raise invalid("num_inference_steps", params.num_inference_steps, "want 1 or more")
         steps = params.num_inference_steps or self.options.steps
         width, height = params.width or self.options.image_size, params.height or self.options.image_size
-        for field, pixels in (("width", width), ("height", height)):
-            if pixels > 4096:
-                raise invalid(field, pixels, "want 4096 or less")
+        for field, size in (("width", width), ("height", height)):
+            if size > 4096:
+                raise invalid(field, size, "want 4096 or less")
         kind = params.output_format or "png"
         if kind not in ("png", "jpeg", "webp", "raw"):
             raise invalid("output_format", kind, "want png, jpeg, webp or raw")

@@ -23,7 +23,7 @@ class TextPlan:
     """Position of the first token to make; above 0 for a task that resumes."""
     end: int
     """Position after the last one."""
-    finish_reason: frame_pb.FinishReason
+    finish_reason: frame_pb.FinishReason.ValueType
     stop_reason: str
     text_end: int | None
     """Characters of the text in all, where a stop text cuts it."""

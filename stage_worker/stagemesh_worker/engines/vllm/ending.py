@@ -28,13 +28,13 @@ def finish_reason(completion: Any) -> frame_pb.FinishReason.ValueType:
 
 
 def ended_before(
-    resumed: Sequence[int], max_tokens: int | None, min_tokens: int, stop_ids: Collection[int]
+    resumed: Sequence[int], max_tokens: int, min_tokens: int, stop_ids: Collection[int]
 ) -> frame_pb.FinishReason.ValueType | None:
     """Why the tokens that a task resumes from are its whole output already; None when it goes on."""
     if not resumed:
         return None
     if resumed[-1] in stop_ids and len(resumed) > min_tokens:
         return frame_pb.FINISH_REASON_STOP
-    if max_tokens is not None and len(resumed) >= max_tokens:
+    if len(resumed) >= max_tokens:
         return frame_pb.FINISH_REASON_LENGTH
     return None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
+from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh_worker.engines.base import EngineTask, TaskSink
@@ -45,7 +46,7 @@ class Generation:
         # Whole output of each completion, for requests that want no deltas.
         self._collected: dict[int, tuple[list[int], list[str]]] = {}
         # Embeddings cannot be followed by tokens: the output is made anew and what was delivered is passed over.
-        self._pass_over = 0
+        self._pass_over: list[int] = []
 
     async def run(self, llm: Any) -> None:
         """Generate to the end. Raises MeshError, and whatever the engine does."""
@@ -89,6 +90,8 @@ class Generation:
         resumed = list(submit.resume_token_ids)
         stop_ids = set(typed.stop_token_ids) | (set() if typed.ignore_eos else self._default_stop_ids)
         budget = typed.max_tokens if typed.HasField("max_tokens") else None
+        room = self._builder.max_model_len - prompt.length
+        budget = room if budget is None else min(budget, room)
         reason = ended_before(resumed, budget, typed.min_tokens, stop_ids)
         piece = self._assemblers[0].replay(resumed, submit.resume_text_chars, reason == frame_pb.FINISH_REASON_STOP)
         if piece.stop is not None:
@@ -103,12 +106,17 @@ class Generation:
             self._end()
             return True
         if not prompt.token_ids:
-            self._pass_over = len(resumed)
-            done = len(resumed)
-            if self._params.max_tokens is not None:
-                self._params.max_tokens += done
-            self._params.min_tokens = typed.min_tokens
+            self._make_anew(resumed)
         return False
+
+    def _make_anew(self, resumed: list[int]) -> None:
+        """Generate from the start, and pass over what was delivered before."""
+        if self._params.temperature > 0:
+            raise MeshError(Reason.UNSUPPORTED, "a sampled request with prompt embeddings cannot be resumed")
+        self._pass_over = resumed
+        if self._params.max_tokens is not None:
+            self._params.max_tokens = self._typed.max_tokens
+        self._params.min_tokens = self._typed.min_tokens
 
     async def _consume(self, stream: AsyncIterator[Any]) -> None:
         sink, first = self._sink, True
@@ -123,8 +131,8 @@ class Generation:
                     transfer = getattr(output, "kv_transfer_params", None)
                     if transfer:
                         self._finished.extra.update({"kv_transfer_params": transfer})
-                if len(self._reasons) == len(self._assemblers):
-                    break
+                if not output.finished and len(self._reasons) == len(self._assemblers):
+                    break  # a stop text, which the engine does not know of
                 if not sink.writable:
                     await sink.ready()
         finally:
@@ -132,9 +140,8 @@ class Generation:
             await stream.aclose()  # type: ignore[attr-defined]
 
     def _began(self, output: Any) -> None:
-        stats = getattr(output, "metrics", None)
-        waited = 0.0
-        if stats is not None and getattr(stats, "scheduled_ts", 0) and getattr(stats, "queued_ts", 0):
+        stats, waited = output.metrics, 0.0
+        if stats is not None and stats.scheduled_ts and stats.queued_ts:
             waited = max(0.0, stats.scheduled_ts - stats.queued_ts)
         self._sink.started(waited)
         self._finished.usage.cached_tokens = max(0, output.num_cached_tokens or 0)
@@ -147,11 +154,13 @@ class Generation:
         index = completion.index
         if index in self._reasons:
             return
-        ids: Sequence[int] = completion.token_ids
+        ids, logprobs = list(completion.token_ids), completion.logprobs
         if self._pass_over and ids:
-            skipped = min(self._pass_over, len(ids))
-            self._pass_over -= skipped
-            ids = ids[skipped:]
+            again = min(len(self._pass_over), len(ids))
+            if ids[:again] != self._pass_over[:again]:
+                raise MeshError(Reason.STAGE_LOST, "the output made anew differs from what was delivered")
+            del self._pass_over[:again]
+            ids, logprobs = ids[again:], logprobs and logprobs[again:]
         ended = completion.finish_reason is not None
         by_token = completion.finish_reason == "stop" and bool(ids)
         assembler = self._assemblers[index]
@@ -166,7 +175,7 @@ class Generation:
                 self._finished.stop_reason = str(completion.stop_reason)
             piece = Piece(piece.token_ids, piece.text + assembler.flush())
         if piece.token_ids or piece.text:
-            self._deliver(index, piece, completion.logprobs)
+            self._deliver(index, piece, logprobs)
 
     def _deliver(self, index: int, piece: Piece, logprobs: Any = None) -> None:
         if index == 0 and logprobs is None and len(self._assemblers) == 1:

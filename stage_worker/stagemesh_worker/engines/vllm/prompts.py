@@ -43,6 +43,11 @@ class PromptBuilder:
         # Two threads must not use one tokenizer at a time.
         self._lock = asyncio.Lock()
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output together that the model takes."""
+        return int(self._model.max_model_len)
+
     def decoder(self, prompt_ids: Sequence[int], skip_special: bool, spaces_between: bool) -> Decoder | None:
         """A detokenizer for what follows `prompt_ids`."""
         if self._tokenizer is None:

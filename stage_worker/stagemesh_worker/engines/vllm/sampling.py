@@ -127,6 +127,7 @@ def refused(error: Exception, field: str | None = None) -> MeshError:
     if field is None:
         first = message.split(maxsplit=1)[0].strip("`'\":,.") if message.strip() else ""
         field = first if first in SamplingParams.__struct_fields__ or first == "prompt" else None
-    metadata = {"field": field} if field else {}
-    text = message if field is None or message.startswith(field) else f"{field}: {message}"
-    return MeshError(Reason.INVALID_REQUEST, text, **metadata)
+    if field is None:
+        return MeshError(Reason.INVALID_REQUEST, message)
+    text = message if message.startswith(field) else f"{field}: {message}"
+    return MeshError(Reason.INVALID_REQUEST, text, field=field)

@@ -66,8 +66,11 @@ class HeadLink:
 
     async def end_of_stream(self) -> tuple[grpc.StatusCode, str]:
         async with asyncio.timeout(DEADLINE_S):
-            while await self._call.read() is not grpc.aio.EOF:
-                pass
+            try:
+                while await self._call.read() is not grpc.aio.EOF:
+                    pass
+            except grpc.aio.AioRpcError as error:
+                return error.code(), error.details() or ""
             return await self._call.code(), await self._call.details()
 
     def events(self, slot: int, kind: str | None = None) -> list[stage_pb.TaskEvent]:
@@ -104,7 +107,7 @@ class HeadLink:
 
 def submit(slot: int, text: str, llm: dict[str, Any] | None = None, **fields: Any) -> stage_pb.SubmitTask:
     """A task with a text prompt."""
-    task = stage_pb.SubmitTask(slot=slot, request_id=f"request-{slot}", attempt=1, delta=True, **fields)
+    task = stage_pb.SubmitTask(**{"slot": slot, "request_id": f"request-{slot}", "attempt": 1, "delta": True} | fields)
     if not task.HasField("prompt"):
         task.prompt.text = text
     if llm is not None:
