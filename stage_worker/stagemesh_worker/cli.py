@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -34,16 +35,14 @@ def worker(
         str, typer.Option(metavar="ID,...", help="Devices to offer, such as cuda:0,cuda:1 or cpu:0; all by default.")
     ] = "",
     cores_per_device: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Cores in each CPU core set; one each up to 8 cores.")
-    ] = None,
+        int, typer.Option(min=0, metavar="N", help="Cores in each CPU core set; 0: one each, in 8 sets at most.")
+    ] = 0,
     listen_host: Annotated[str, typer.Option(metavar="HOST", help="Where replicas listen.")] = "127.0.0.1",
     advertise_host: Annotated[
         str,
         typer.Option(metavar="HOST", help="Where others reach them; by default the source of the route to the head."),
     ] = "",
-    health_listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Serve grpc.health.v1 for probes here.")
-    ] = "",
+    health_listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Serve grpc.health.v1 for probes here.")] = "",
     label: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Label of this node; repeatable.")
     ] = None,
@@ -65,30 +64,34 @@ def worker(
 
     SIGTERM (or Ctrl-C) drains: running requests finish first. A second one stops at once.
     """
+    from stagemesh.rpc.security import SecurityError
     from stagemesh.telemetry.logs import set_up_logging
     from stagemesh_worker.app import run_worker
-    from stagemesh_worker.node.agent import AgentSettings, parse_labels
-    from stagemesh_worker.node.inventory import InventoryError
+    from stagemesh_worker.node.identity import parse_labels
+    from stagemesh_worker.node.settings import AgentSettings
 
-    set_up_logging("node", level=log_level, as_json=log_json)
     try:
-        run_worker(
-            AgentSettings(
-                head=head,
-                stages=tuple(name for name in stage or () if name != ANY_STAGE),
-                pipeline=pipeline,
-                max_replicas=replicas,
-                node_id=node_id,
-                devices=tuple(part.strip() for part in devices.split(",") if part.strip()),
-                cores_per_device=cores_per_device,
-                listen_host=listen_host,
-                advertise_host=advertise_host,
-                health_listen=health_listen,
-                drain_timeout_s=drain_timeout,
-                give_up_after_s=give_up_after,
-                ready_file=ready_file,
-                labels=parse_labels(label or ()),
-            )
+        output = set_up_logging("node", level=log_level, as_json=log_json)
+        # Replicas log as their agent does.
+        os.environ.update(STAGEMESH_LOG_LEVEL=log_level, STAGEMESH_LOG_JSON="1" if log_json else "")
+        settings = AgentSettings(
+            head=head,
+            stages=() if ANY_STAGE in (stage or ()) else tuple(stage or ()),
+            pipeline=pipeline,
+            max_replicas=replicas,
+            node_id=node_id,
+            devices=tuple(part.strip() for part in devices.split(",") if part.strip()),
+            cores_per_device=cores_per_device or None,
+            listen_host=listen_host,
+            advertise_host=advertise_host,
+            health_listen=health_listen,
+            drain_timeout_s=drain_timeout,
+            give_up_after_s=give_up_after,
+            ready_file=ready_file,
+            labels=parse_labels(label or ()),
         )
-    except (InventoryError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from None
+        run_worker(settings, output)
+    except SecurityError:
+        raise
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error

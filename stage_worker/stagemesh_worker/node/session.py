@@ -1,196 +1,186 @@
-"""The node's side of `Join`: introduced, renewed, taken up again whenever it breaks."""
+"""One `Join` call: introduced, renewed, listened to, until it ends."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from stagemesh.rpc.errors import MeshError, Reason
-from stagemesh.rpc.options import open_channel
 from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh.v1 import registry_pb2_grpc as registry_rpc
+from stagemesh.v1 import replica_pb2 as replica_pb
+from stagemesh_worker.node.lease import SILENT_SHARE, Lease
 from stagemesh_worker.node.supervisor import Supervisor
 
-log = logging.getLogger("stagemesh.node")
+log = logging.getLogger(__name__)
 
 WELCOME_S = 10.0
-"""For the head to answer Hello."""
-BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
+"""For the head to answer Hello, a new connection included."""
 GOODBYE_S = 2.0
 MIN_GAP_S = 0.02
 """Changes that come closer than this go in one heartbeat."""
-HOPELESS = frozenset({Reason.VERSION_MISMATCH, Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED})
-"""Refusals that the same node will hear again: it tries slowly."""
-SLOW_S = 5.0
+DEFAULT_INTERVAL_S, DEFAULT_LEASE_S = 1.0, 10.0
+"""For a head that names none."""
 
 
-class HeadSession:
-    """Keeps a node joined to its head."""
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Whom a session tells."""
+
+    joined: Callable[[registry_pb.Welcome], None]
+    drain: Callable[[float, str], None]
+    """The head wants the node to leave: grace in seconds, reason."""
+
+
+class Session:
+    """A node's side of one Join call."""
 
     def __init__(
-        self,
-        target: str,
-        hello: Callable[[], registry_pb.Hello],
-        supervisor: Supervisor,
-        on_drain: Callable[[float, str], None],
-        *,
-        give_up_after_s: float | None = None,
+        self, channel: grpc.aio.Channel, hello: registry_pb.Hello, supervisor: Supervisor, events: Events
     ) -> None:
-        """
-        Args:
-            target: host:port of the head.
-            hello: makes the introduction; `running` and `last_head_epoch` are filled here.
-            on_drain: the head wants the node to leave: grace in seconds, reason.
-            give_up_after_s: seconds without a head after which `run` returns; None: never.
-        """
-        self.joined = asyncio.Event()
-        self.draining = False
-        self._target = target
+        self.lease: Lease | None = None
+        """Once the head has said Welcome."""
+        self._stub = registry_rpc.RegistryServiceStub(channel)
         self._hello = hello
         self._supervisor = supervisor
-        self._on_drain = on_drain
-        self._give_up_after_s = give_up_after_s
-        self._epoch = ""
-        self._leaving = asyncio.Event()
-        self._said = ""
+        self._events = events
+        self._goodbye: str | None = None
+        self._gone: dict[int, list[replica_pb.ReplicaReport]] = {}
+        """Heartbeat -> replicas that it reported as GONE."""
 
-    async def run(self) -> None:
-        """Join, and join again, until `leave`.
-
-        Raises:
-            MeshError: the head was away for longer than the node was told to wait.
-        """
-        failures, lost_at = 0, time.monotonic()
-        while not self._leaving.is_set():
-            try:
-                async with open_channel(self._target) as channel:
-                    await self._session(channel)
-                error = MeshError(Reason.UNREACHABLE, "the head ended the session")
-            except grpc.RpcError as failure:
-                error = MeshError.from_rpc_error(failure)
-            except MeshError as failure:
-                error = failure
-            if self.joined.is_set():
-                failures, lost_at = 0, time.monotonic()
-            self.joined.clear()
-            if self._leaving.is_set():
-                return
-            self._say(error)
-            if self._give_up_after_s is not None and time.monotonic() - lost_at > self._give_up_after_s:
-                away = f"no head at {self._target} for {self._give_up_after_s:.0f} s"
-                raise MeshError(error.reason, f"{away}: {error.message}")
-            # Full jitter: the nodes of a restarted head come back spread out.
-            ceiling = SLOW_S if error.reason in HOPELESS else min(MAX_BACKOFF_S, BACKOFF_S * 2**failures)
-            failures = min(failures + 1, 16)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(random.uniform(0.02, ceiling)):
-                    await self._leaving.wait()
-
-    async def leave(self, reason: str) -> None:
-        """Say Goodbye and end `run`."""
-        self._leave_reason = reason
-        self._leaving.set()
+    def leave(self, reason: str) -> None:
+        """Say Goodbye and end. Nothing that comes later is reported."""
+        self._goodbye = reason
         self._supervisor.changed.set()
 
-    _leave_reason = ""
+    async def run(self) -> None:
+        """Until it ends; returns when it ended with Goodbye.
 
-    async def _session(self, channel: grpc.aio.Channel) -> None:
-        call: Any = registry_rpc.RegistryServiceStub(channel).Join()
+        Raises:
+            MeshError: how it ended else: the head's words, or UNREACHABLE when it fell silent.
+        """
+        call: Any = self._stub.Join()
         tasks: list[asyncio.Task[None]] = []
         try:
-            async with asyncio.timeout(WELCOME_S):
-                hello = self._hello()
-                hello.last_head_epoch = self._epoch
-                hello.running.extend(self._supervisor.reports())
-                await call.write(registry_pb.JoinRequest(hello=hello))
-                first = await call.read()
-            if first is grpc.aio.EOF:
-                raise MeshError.from_rpc_error(await _ended(call))
-            welcome = first.welcome
-            self._epoch = welcome.header.head_epoch
-            self._said = ""
-            interval = welcome.heartbeat_interval.ToNanoseconds() / 1e9
-            lease = welcome.lease_duration.ToNanoseconds() / 1e9
-            log.info("joined the head at %s (heartbeat every %.1f s, lease %.1f s)", self._target, interval, lease)
-            self.joined.set()
-            acked = [time.monotonic()]
+            lease = self.lease = await self._introduce(call)
             tasks = [
-                asyncio.create_task(self._send(call, hello.incarnation, interval, lease, acked)),
-                asyncio.create_task(self._receive(call, acked)),
+                asyncio.create_task(self._renew(call, lease), name="renew the lease"),
+                asyncio.create_task(self._listen(call, lease), name="listen to the head"),
             ]
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            # When both are over, the head's word says more than the failed write.
+            for task in sorted((task for task in tasks if task.done()), key=tasks.index, reverse=True):
                 task.result()
-        except TimeoutError:
-            raise MeshError(Reason.UNREACHABLE, f"the head at {self._target} does not answer") from None
-        except asyncio.InvalidStateError:  # grpc.aio: written to a call that had ended
-            raise MeshError.from_rpc_error(await _ended(call)) from None
+            if self._goodbye is None:
+                raise MeshError(Reason.UNREACHABLE, "the head ended the session")
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:  # the second: written to a call that had ended
+            raise await _how_it_ended(call, error) from None
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             call.cancel()
 
-    async def _send(
-        self, call: Any, incarnation: str, interval: float, lease: float, acked: list[float]
-    ) -> None:
-        """Heartbeats: at the interval, and at once when something changed."""
-        sequence, changed = 0, self._supervisor.changed
-        while True:
-            if self._leaving.is_set():
-                async with asyncio.timeout(GOODBYE_S):
-                    await call.write(registry_pb.JoinRequest(goodbye=registry_pb.Goodbye(reason=self._leave_reason)))
-                    await call.done_writing()
-                    await call.code()
-                return
-            changed.clear()
+    async def _introduce(self, call: Any) -> Lease:
+        now = time.monotonic()
+        try:
+            async with asyncio.timeout(WELCOME_S):
+                await call.write(registry_pb.JoinRequest(hello=self._hello))
+                first = await call.read()
+        except TimeoutError:
+            raise MeshError(Reason.UNREACHABLE, f"it does not answer within {WELCOME_S:.0f} s") from None
+        if first is grpc.aio.EOF:
+            raise await _how_it_ended(call, None)
+        if not first.HasField("welcome"):
+            raise MeshError(Reason.INTERNAL, f"it answered hello with {first.WhichOneof('message')}, not with welcome")
+        welcome = first.welcome
+        self._events.joined(welcome)
+        return Lease(
+            welcome.heartbeat_interval.ToNanoseconds() / 1e9 or DEFAULT_INTERVAL_S,
+            welcome.lease_duration.ToNanoseconds() / 1e9 or DEFAULT_LEASE_S,
+            now,
+        )
+
+    async def _renew(self, call: Any, lease: Lease) -> None:
+        """Heartbeats: before the lease demands one, and at once when something changed."""
+        supervisor, sequence = self._supervisor, 0
+        while self._goodbye is None:
+            supervisor.changed.clear()
             sequence += 1
+            reports = supervisor.reports()
+            if gone := [report for report in reports if report.state == replica_pb.REPLICA_STATE_GONE]:
+                self._gone[sequence] = gone
             beat = registry_pb.Heartbeat(
                 sequence=sequence,
-                incarnation=incarnation,
-                replicas=self._supervisor.reports(),
-                draining=self.draining,
+                incarnation=self._hello.incarnation,
+                replicas=reports,
+                draining=supervisor.draining,
             )
-            async with asyncio.timeout(lease):
-                await call.write(registry_pb.JoinRequest(heartbeat=beat))
-            if time.monotonic() - acked[0] > lease:
-                raise MeshError(Reason.UNREACHABLE, f"the head at {self._target} has not answered for {lease:.0f} s")
+            lease.sent(sequence, time.monotonic())
+            # A write waits when the peer reads nothing: that is bounded as a missing answer is.
+            try:
+                async with asyncio.timeout(lease.lease_s / 2):
+                    await call.write(registry_pb.JoinRequest(heartbeat=beat))
+            except TimeoutError:
+                raise _silent(lease) from None
             await asyncio.sleep(MIN_GAP_S)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, interval - MIN_GAP_S)):
-                    await changed.wait()
+            await self._until_due(lease)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_S):
+                await call.write(registry_pb.JoinRequest(goodbye=registry_pb.Goodbye(reason=self._goodbye)))
+                await call.done_writing()
+                await call.code()
 
-    async def _receive(self, call: Any, acked: list[float]) -> None:
+    async def _until_due(self, lease: Lease) -> None:
+        """Wait for the next heartbeat's time, or for news. Raises MeshError when the head is silent for too long."""
+        wait_s = max(0.0, lease.due_at() - time.monotonic())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._supervisor.changed.wait()
+        if lease.is_silent(time.monotonic()):
+            raise _silent(lease)
+
+    async def _listen(self, call: Any, lease: Lease) -> None:
+        """Carry out what the head orders, until it ends the call."""
         while (message := await call.read()) is not grpc.aio.EOF:
-            acked[0] = time.monotonic()
-            kind = message.WhichOneof("message")
-            if kind == "assignment":
-                self._supervisor.assign(message.assignment)
-            elif kind == "revocation":
-                self._supervisor.revoke(message.revocation)
-            elif kind == "drain":
-                self._on_drain(message.drain.grace.ToNanoseconds() / 1e9, message.drain.reason)
-        code = await call.code()
-        if code is not grpc.StatusCode.OK:
-            raise MeshError.from_rpc_error(await _ended(call))
-
-    def _say(self, error: MeshError) -> None:
-        """Each trouble once, not at every try."""
-        text = f"no session with the head at {self._target}: {error.message}"
-        if text != self._said:
-            self._said = text
-            log.warning("%s; trying again", text)
+            match message.WhichOneof("message"):
+                case "heartbeat_ack":
+                    sequence = message.heartbeat_ack.sequence
+                    lease.answered(sequence)
+                    for number in [number for number in self._gone if number <= sequence]:
+                        self._supervisor.forget_gone(self._gone.pop(number))
+                case "assignment":
+                    self._supervisor.assign(message.assignment)
+                case "revocation":
+                    self._supervisor.revoke(message.revocation)
+                case "drain":
+                    self._events.drain(message.drain.grace.ToNanoseconds() / 1e9, message.drain.reason)
+                case kind:
+                    log.warning("the head sent %s, which this version does not know", kind)
+        if await call.code() is not grpc.StatusCode.OK:
+            raise await _how_it_ended(call, None)
 
 
-async def _ended(call: Any) -> grpc.aio.AioRpcError:
-    """The status of a call that has ended, as the error it would raise."""
-    return grpc.aio.AioRpcError(
-        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+def _silent(lease: Lease) -> MeshError:
+    return MeshError(Reason.UNREACHABLE, f"it has not answered for {lease.lease_s * SILENT_SHARE:.1f} s", silent=True)
+
+
+async def _how_it_ended(call: Any, error: BaseException | None) -> MeshError:
+    """The status of a call that is over, as an error. A call that is not over met an error of its own."""
+    if isinstance(error, grpc.RpcError):
+        return MeshError.from_rpc_error(error)
+    if not call.done() and error is not None:
+        return MeshError.from_exception(error)
+    code = await call.code()
+    if code is grpc.StatusCode.OK:
+        return MeshError(Reason.UNREACHABLE, "the head ended the session")
+    return MeshError.from_rpc_error(
+        grpc.aio.AioRpcError(code, await call.initial_metadata(), await call.trailing_metadata(), await call.details())
     )
