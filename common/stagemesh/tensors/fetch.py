@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import zlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 
@@ -16,6 +15,7 @@ from google.protobuf.message import DecodeError
 from stagemesh.rpc.errors import MeshError, Reason, invalid
 from stagemesh.rpc.options import open_channel
 from stagemesh.tensors import segments
+from stagemesh.tensors.checksum import crc32
 from stagemesh.tensors.chunks import decode_chunk
 from stagemesh.tensors.codec import Array, decode, from_buffer, size_bytes
 from stagemesh.tensors.service import FETCH_METHOD
@@ -196,5 +196,5 @@ class _Received:
             raise MeshError(Reason.TENSOR_CORRUPT, f"tensor {key!r} is longer than its reference says", key=key)
         self._view[self.size : self.size + len(data)] = data
         self.size += len(data)
-        self.crc32 = zlib.crc32(data, self.crc32)
+        self.crc32 = crc32(data, self.crc32)
         self.expected = expected if expected is not None else self.expected

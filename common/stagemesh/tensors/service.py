@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
 from stagemesh.rpc.errors import MeshError, invalid
+from stagemesh.tensors.checksum import crc32
 from stagemesh.tensors.chunks import encode_chunk
 from stagemesh.tensors.store import ON_LOOP_BELOW_BYTES, TensorReader, TensorStore
 from stagemesh.v1 import tensor_pb2 as tensor_pb
@@ -73,7 +73,7 @@ async def _chunks(reader: TensorReader, offset: int) -> AsyncIterator[bytes]:
         data = reader.data[offset : offset + CHUNK_BYTES]
         offset += len(data)
         if whole is None:
-            running = zlib.crc32(data, running)
+            running = crc32(data, running)
         if offset < reader.size:
             yield encode_chunk(data)
             continue

@@ -7,12 +7,12 @@ import errno
 import secrets
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.tensors import segments
+from stagemesh.tensors.checksum import crc32
 from stagemesh.tensors.codec import Array, as_bytes, prepare
 from stagemesh.v1 import tensor_pb2 as tensor_pb
 
@@ -54,14 +54,14 @@ class TensorReader:
         """CRC-32 of all bytes, when somebody has computed it."""
         return self._kept.crc32
 
-    def remember_crc32(self, crc32: int) -> None:
+    def remember_crc32(self, value: int) -> None:
         """Keep the CRC-32 of all bytes."""
-        self._kept.crc32 = crc32
+        self._kept.crc32 = value
 
     def compute_crc32(self) -> int:
         """CRC-32 of all bytes; reads them once, for a thread when they are many."""
-        self._kept.crc32 = crc32 = zlib.crc32(self.data)
-        return crc32
+        self._kept.crc32 = crc32(self.data)
+        return self._kept.crc32
 
 
 class TensorStore:
