@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stagemesh.config.errors import ConfigError
@@ -41,22 +41,10 @@ def check_ledger(device: str, capacity_bytes: int, claims: Sequence[Claim]) -> N
     if not capacity_bytes or asked <= capacity_bytes:
         return
     rows = ", ".join(
-        f"{claim.replica} {claim.share * capacity_bytes / GIB:.1f} + {claim.reserve_bytes / GIB:.1f}" for claim in claims
+        f"{claim.replica} {claim.share * capacity_bytes / GIB:.1f} + {claim.reserve_bytes / GIB:.1f}"
+        for claim in claims
     )
     raise ConfigError(
         f"{device} has {capacity_bytes / GIB:.1f} GiB, asked for are {asked / GIB:.1f}: {rows}",
         hint="lower gpu_memory_utilization, or give the stages other devices",
     )
-
-
-def ledger_by_device(
-    placed: Mapping[str, Sequence[Claim]], capacity_bytes: Mapping[str, int]
-) -> dict[str, tuple[float, int]]:
-    """Device -> (bytes asked for, capacity)."""
-    return {
-        device: (
-            sum(claim.share * capacity_bytes.get(device, 0) + claim.reserve_bytes for claim in claims),
-            capacity_bytes.get(device, 0),
-        )
-        for device, claims in placed.items()
-    }

@@ -22,7 +22,9 @@ EdgeMode = Literal["whole", "stream"]
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
 
 
 class Runtime(_Frozen):

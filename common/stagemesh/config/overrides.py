@@ -84,9 +84,7 @@ def apply_engine_args(tree: Tree, arguments: Mapping[str, Any], warnings: list[s
     """Lay command-line engine arguments over all stages they are for."""
     tree = Tree(dict(tree.data), tree.origins.copy())
     ignored: dict[str, list[str]] = {}
-    for index, stage in enumerate(tree.data.get("stages") or []):
-        if not isinstance(stage, Mapping):
-            continue
+    for index, stage in enumerate(_stages(tree)):
         own = stage.get("engine_args") or {}
         values = {}
         for name, value in arguments.items():
@@ -117,10 +115,12 @@ def apply_stage_overrides(tree: Tree, overrides: Mapping[str, Mapping[str, Any]]
     tree = Tree(dict(tree.data), tree.origins.copy())
     origin = Origin(STAGE_OVERRIDES)
     for wanted, values in overrides.items():
-        index = find_stage(tree.data.get("stages") or [], wanted, source=STAGE_OVERRIDES, path=str(wanted))
+        index = find_stage(_stages(tree), wanted, source=STAGE_OVERRIDES, path=str(wanted))
         nested: dict[str, Any] = {}
         for key, value in values.items():
-            if key in Stage.model_fields:
+            if key == "engine_args" and isinstance(value, Mapping):
+                nested.setdefault("engine_args", {}).update(value)
+            elif key in Stage.model_fields:
                 nested[key] = value
             elif near := suggest(key, Stage.model_fields):
                 raise ConfigError("unknown key", file=STAGE_OVERRIDES, path=f"{wanted}.{key}", hint=near)
@@ -129,6 +129,12 @@ def apply_stage_overrides(tree: Tree, overrides: Mapping[str, Mapping[str, Any]]
         brought = from_flag(nested, str(origin))
         patch_stage(tree, index, brought.data, brought.origins, ())
     return tree
+
+
+def _stages(tree: Tree) -> list[Mapping[str, Any]]:
+    """The stages, unless they are something else: validation says so then."""
+    stages = tree.data.get("stages")
+    return stages if isinstance(stages, list) and all(isinstance(stage, Mapping) for stage in stages) else []
 
 
 def _says_nothing(name: str, value: object) -> bool:

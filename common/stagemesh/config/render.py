@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +10,12 @@ import yaml
 
 from stagemesh.config.layout import devices_per_replica, split_devices
 from stagemesh.config.load import Loaded
-from stagemesh.config.origins import Path
 from stagemesh.config.model import Pipeline
+from stagemesh.config.origins import DEFAULT, Origin, Path
 
 ORIGIN_COLUMN = 64
+_PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./ -]*(?<! )")
+"""Texts that need no quotes, unless YAML takes them for something else."""
 
 
 def render(loaded: Loaded, *, origins: bool = True) -> str:
@@ -22,9 +24,20 @@ def render(loaded: Loaded, *, origins: bool = True) -> str:
     lines = [f"# pipeline {loaded.pipeline.name}, revision {loaded.pipeline.revision}"]
     for path, text in _lines(data, (), 0):
         if origins and path is not None:
-            text = f"{text.ljust(ORIGIN_COLUMN)} # {loaded.tree.origins[path]}"
+            text = f"{text.ljust(ORIGIN_COLUMN)} # {_origin(loaded, path)}"
         lines.append(text.rstrip())
     return "\n".join(lines) + "\n"
+
+
+def _origin(loaded: Loaded, path: Path) -> Origin:
+    """Where a value was written; what is only in the pipeline, and not in the tree it was made from, is a default."""
+    value: Any = loaded.tree.data
+    for part in path:
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            return DEFAULT
+    return loaded.tree.origins[path]
 
 
 def render_layout(pipeline: Pipeline) -> str:
@@ -61,10 +74,8 @@ def _lines(value: Any, path: Path, depth: int) -> Iterator[tuple[Path | None, st
 
 
 def _entry(head: str, item: Any, path: Path, depth: int) -> Iterator[tuple[Path | None, str]]:
-    if isinstance(item, dict) and item:
-        yield None, head
-        yield from _lines(item, path, depth)
-    elif isinstance(item, list) and any(isinstance(part, dict | list) for part in item):
+    is_nested = isinstance(item, list) and any(isinstance(part, dict | list) for part in item)
+    if (isinstance(item, dict) and item) or is_nested:
         yield None, head
         yield from _lines(item, path, depth)
     else:
@@ -74,8 +85,9 @@ def _entry(head: str, item: Any, path: Path, depth: int) -> Iterator[tuple[Path 
 def _scalar(value: Any) -> str:
     """One value on one line, so that YAML reads the same value back."""
     if isinstance(value, str):
-        plain = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).removesuffix("\n...\n")
-        text = plain.strip()
-        return text if "\n" not in text and "${" not in text else json.dumps(value)
-    # JSON is YAML, but for numbers such as 1e-06, which YAML 1.1 takes for text.
+        if _PLAIN.fullmatch(value) and yaml.safe_load(value) == value:
+            return value
+        # A resolved value that looks like an interpolation is none any more.
+        escaped = value.replace("${", "\\${")
+        return yaml.safe_dump(escaped, default_style='"', width=10**6).strip()
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()

@@ -30,24 +30,30 @@ def resolve(tree: Tree, file: FilePath) -> Tree:
         if not isinstance(stage, Mapping):
             raise ConfigError("want a mapping", file=source, path=f"stages[{index}]", value=stage)
         stages.append({key: value for key, value in stage.items() if value is not None})
-    for index, stage in enumerate(stages):
-        stage.setdefault("stage_id", index)
-        stage.setdefault("name", f"stage-{stage['stage_id']}")
+
+    def fill(index: int, key: str, value: object) -> None:
+        """Give a stage a value that nobody wrote."""
+        if key not in stages[index]:
+            stages[index][key] = value
+            origins[("stages", index, key)] = DEFAULT
+
+    for index in range(len(stages)):
+        fill(index, "stage_id", index)
+        fill(index, "name", f"stage-{stages[index]['stage_id']}")
     names = {str(stage["stage_id"]): str(stage["name"]) for stage in stages}
     for index, stage in enumerate(stages):
-        inputs = stage.get("inputs")
-        if inputs is None:
-            inputs = [stages[index - 1]["name"]] if index else []
+        fill(index, "inputs", [stages[index - 1]["name"]] if index else [])
+        inputs = stage["inputs"]
         if isinstance(inputs, str | int):
             inputs = [inputs]
         if isinstance(inputs, list):
             stage["inputs"] = [names.get(str(item), str(item)) for item in inputs]
         if streams and stage.get("inputs"):
-            stage.setdefault("edge", "stream")
+            fill(index, "edge", "stream")
         _absolute_paths(stage, lambda *path, index=index: origins[("stages", index, *path)].source, file)
     read = {name for stage in stages for name in _texts(stage.get("inputs"))}
-    for stage in stages:
-        stage.setdefault("final_output", stage["name"] not in read)
+    for index, stage in enumerate(stages):
+        fill(index, "final_output", stage["name"] not in read)
     data["stages"] = stages
     return Tree(data, origins)
 

@@ -1,0 +1,173 @@
+"""Rendered and loaded again is the same; junk is never anything but our own error."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagemesh.config import ConfigError, Pipeline, default_pipeline, load, load_pipeline
+from stagemesh.config.load import Loaded
+from stagemesh.config.origins import Origins, Tree
+from stagemesh.config.read import parse_tree
+from stagemesh.config.render import render, render_layout
+from stagemesh.config.schema import pipeline_schema, stage_schema
+from tests.unit.config.conftest import FILES
+
+FILE_CASES = sorted(path for path in FILES.glob("*.yaml") if path.name != "overlay_async.yaml")
+text = st.text(alphabet=st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), max_size=20)
+number = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
+scalar = st.none() | st.booleans() | number | text
+values = st.recursive(
+    scalar, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3), max_leaves=6
+)
+models = st.sampled_from(["", "models/llm", "org/name", "häßlich: #1"])
+options = st.dictionaries(text, values, max_size=4)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> Pipeline:
+    count = draw(st.integers(1, 4))
+    stages = []
+    for index in range(count):
+        inputs = draw(st.lists(st.sampled_from([f"s{i}" for i in range(index)]), unique=True)) if index else []
+        stages.append({
+            "stage_id": index, "name": f"s{index}", "stage_type": draw(st.sampled_from(["llm", "diffusion"])),
+            "model": draw(models),
+            "engine_args": draw(options), "inputs": inputs, "adapter_args": draw(options),
+            "final_output": index == count - 1 or draw(st.booleans()),
+            "edge": "stream" if inputs and draw(st.booleans()) else "whole",
+            "runtime": {
+                "num_replicas": draw(st.integers(0, 5)), "shared_devices": draw(st.booleans()),
+                "env": draw(st.dictionaries(text, text, max_size=2)),
+            },
+            "default_sampling_params": {"seed": draw(st.integers(0, 2**31)), "extra": draw(options)},
+        })  # fmt: skip
+    return Pipeline.model_validate({"name": "p", "stages": stages})
+
+
+@settings(max_examples=60, deadline=None)
+@given(pipelines())
+def test_any_pipeline_rendered_and_loaded_again_is_the_same(pipeline: Pipeline) -> None:
+    rendered = render(Loaded(pipeline, Tree({}, Origins())))
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
+        file.write(rendered + render_layout(pipeline))
+    try:
+        again = load_pipeline(file.name)
+    finally:
+        os.unlink(file.name)
+    assert again == pipeline
+    assert again.revision == pipeline.revision
+
+
+@settings(max_examples=60, deadline=None)
+@given(pipelines())
+def test_any_pipeline_survives_the_way_to_a_worker(pipeline: Pipeline) -> None:
+    assert Pipeline.model_validate_json(pipeline.model_dump_json()) == pipeline
+
+
+@pytest.mark.parametrize("path", FILE_CASES, ids=lambda path: path.stem)
+def test_files_rendered_and_loaded_again_are_the_same(path: Path, write) -> None:
+    loaded = load(path)
+    assert load_pipeline(write(render(loaded))) == loaded.pipeline
+
+
+keys = st.sampled_from(["stages", "name", "runtime", "inputs", "stage_id", "engine_args", "stage_args", "platforms",
+                        "edges", "base_config", "devices", "limits", "routing", "edge", "model"]) | text  # fmt: skip
+junk = st.recursive(
+    scalar, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=4), max_leaves=20
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(keys, junk, max_size=5))
+def test_junk_trees_raise_nothing_but_our_error_which_names_the_file(tree: dict) -> None:
+    _load_junk(yaml.safe_dump(tree, allow_unicode=True))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=80) | st.sampled_from(["a: [", "&a [*a]", "? {x}", "!!python/object:os.system {}", "a: ${b}"]))
+def test_junk_text_raises_nothing_but_our_error_which_names_the_file(written: str) -> None:
+    _load_junk(written)
+
+
+def _load_junk(written: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "junk.yaml"
+        path.write_bytes(written.encode("utf-8", "surrogatepass"))
+        try:
+            load_pipeline(path)
+        except ConfigError as error:
+            assert "junk.yaml" in str(error)
+            assert "\n" not in str(error)
+
+
+def test_yaml_tags_construct_nothing() -> None:
+    with pytest.raises(ConfigError, match="could not determine a constructor"):
+        parse_tree("a: !!python/object/apply:os.system ['true']", "x.yaml")
+
+
+def test_render_says_where_each_value_comes_from(write) -> None:
+    path = write("stages:\n- name: a\n  model: m\n  engine_args:\n    max_num_seqs: 4\n")
+    loaded = load(path, stage_overrides={"a": {"runtime": {"num_replicas": 2}}}, engine_args={"x": 1})
+    lines = render(loaded).splitlines()
+    origin = {line.split(":")[0].strip(" -"): line.rpartition(" # ")[2] for line in lines if " # " in line}
+    assert origin["max_num_seqs"] == f"{path}:5"
+    assert origin["num_replicas"] == "--stage-overrides"
+    assert origin["x"] == "--engine-arg"
+    assert origin["shared_devices"] == origin["edge"] == origin["policy"] == "default"
+    assert origin["stage_id"] == origin["inputs"] == "default", "what resolve fills in was written by nobody"
+
+
+def _is_plain(path: Path) -> bool:
+    written = path.read_text()
+    return not any(word in written for word in ("stage_args", "base_config", "oc.env"))
+
+
+@pytest.mark.parametrize("path", [path for path in FILE_CASES if _is_plain(path)], ids=lambda path: path.stem)
+def test_schema_accepts_our_files(path: Path) -> None:
+    jsonschema.validate(yaml.safe_load(path.read_text()), pipeline_schema())
+
+
+def test_schema_refuses_a_misspelt_key() -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"stages": [{"name": "a", "modell": "m"}]}, pipeline_schema())
+
+
+def test_stage_schema_describes_what_travels() -> None:
+    stage = load_pipeline(FILES / "prefill_decode.yaml").stages[0]
+    jsonschema.validate(stage.model_dump(mode="json"), stage_schema())
+
+
+def test_default_pipeline_of_a_diffusers_folder(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    (stage,) = default_pipeline(tmp_path, engine_args={"cache_backend": "tea_cache"}).stages
+    assert (stage.stage_type, stage.final_output_type, stage.final_output) == ("diffusion", "image", True)
+    assert stage.engine_args["max_num_seqs"] == 1 and stage.engine_args["dtype"] == "auto"
+    assert stage.engine_args["cache_config"] == {"rel_l1_thresh": 0.2}
+
+
+def test_default_pipeline_of_a_sound_model(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "StableAudioPipeline"}')
+    assert default_pipeline(tmp_path).stages[0].final_output_type == "audio"
+
+
+def test_default_pipeline_of_an_llm_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    pipeline = default_pipeline(tmp_path, default_sampling_params={"0": {"max_tokens": 5}})
+    (stage,) = pipeline.stages
+    assert (stage.engine, stage.input_adapter, stage.default_sampling_params) == ("vllm", "chat", {"max_tokens": 5})
+
+
+def test_adapter_names_are_those_of_the_worker() -> None:
+    from stagemesh.config.validate import BUILT_IN_ADAPTERS
+    from stagemesh_worker.adapters.builtin import BUILT_IN
+
+    assert set(BUILT_IN_ADAPTERS) == set(BUILT_IN)
