@@ -14,7 +14,7 @@ import pytest
 from stagemesh import TextDelta
 from stagemesh.v1 import admin_pb2 as admin_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
-from tests.mesh.processes import Processes, eventually, processes
+from tests.mesh.faults.processes import Processes, eventually, processes
 
 READY, SUSPECT = replica_pb.REPLICA_STATE_READY, replica_pb.REPLICA_STATE_SUSPECT
 PIPELINE = """
