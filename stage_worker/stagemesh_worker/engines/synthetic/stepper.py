@@ -140,11 +140,11 @@ class Stepper:
         token_id = run.stream.token(run.position)
         run.position += 1
         text = VOCABULARY[token_id]
-        if run.held_text:
-            text, run.held_text = run.held_text + text, ""
         if run.text_end is not None:
             text = text[: max(0, run.text_end - run.text_made)]
             run.text_made += len(text)
+        if run.held_text:
+            text, run.held_text = run.held_text + text, ""
         run.sink.tokens((token_id,), text)
 
     async def _stop_at_limit(self) -> None:
