@@ -56,6 +56,3 @@ export function errorInfo(error) {
   }
   return null;
 }
-
-/** A google.protobuf.Duration in seconds. */
-export const seconds = (duration) => (duration ? duration.seconds + duration.nanos / 1e9 : 0);
