@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from stagemesh.addresses import DEFAULT_HEAD
+from stagemesh.cli.files import ModelFolder, PipelineFiles, PolicyName, load_pipelines
+from stagemesh.cli.layering import DeployConfig, EngineArg, Platform, StageOverrides
 from stagemesh.cli.security import with_security
 
 
@@ -20,13 +21,8 @@ def register(app: typer.Typer) -> None:
 
 @with_security(serves=True)
 def head(
-    pipelines: Annotated[
-        list[Path] | None, typer.Argument(metavar="PIPELINE...", help="Pipeline files to serve.", show_default=False)
-    ] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option("--model", metavar="DIR", help="A model's folder: serve it as a pipeline of one stage."),
-    ] = None,
+    pipelines: PipelineFiles = None,
+    model: ModelFolder = None,
     listen: Annotated[
         str,
         typer.Option(
@@ -45,29 +41,11 @@ def head(
         Path | None,
         typer.Option(metavar="PATH", help="Written with HOST:PORT once the head serves.", rich_help_panel="Addresses"),
     ] = None,
-    stage_overrides: Annotated[
-        str,
-        typer.Option(
-            metavar="JSON",
-            help='Values over those of the file, by stage: \'{"painter": {"runtime": {"num_replicas": 2}}}\'.',
-            rich_help_panel="Configuration",
-        ),
-    ] = "",
-    deploy_config: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE", help="Overlay on the pipeline file; may be given often.", rich_help_panel="Configuration"
-        ),
-    ] = None,
-    policy: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Load balancing, over the files': least-queue-length, round-robin, random, power-of-two, "
-            "prefix-affinity, or a plug-in's.",
-            rich_help_panel="Configuration",
-        ),
-    ] = "",
+    stage_overrides: StageOverrides = "",
+    deploy_config: DeployConfig = None,
+    engine_arg: EngineArg = None,
+    platform: Platform = "",
+    policy: PolicyName = "",
     reserve: Annotated[
         list[str] | None,
         typer.Option(
@@ -122,7 +100,15 @@ def head(
     from stagemesh_head.registry.settings import RegistrySettings
 
     _log_to_stderr(log_level)
-    loaded = _load(pipelines or [], model, stage_overrides, deploy_config or [], policy)
+    loaded = load_pipelines(
+        pipelines or [],
+        model,
+        stage_overrides=stage_overrides,
+        deploy_config=deploy_config or (),
+        engine_arg=engine_arg or (),
+        platform=platform,
+        policy=policy,
+    )
     try:
         settings = HeadSettings(
             listen=listen,
@@ -144,36 +130,6 @@ def head(
         if error.filename is not None:
             raise
         raise typer.BadParameter(str(error), param_hint="--listen") from error
-
-
-def _load(files: list[Path], model: Path | None, stage_overrides: str, overlays: list[Path], policy: str) -> list[Any]:
-    """The pipelines, or one readable error."""
-    from stagemesh import config
-
-    if bool(files) == (model is not None):
-        raise typer.BadParameter("give pipeline files, or --model DIR", param_hint="PIPELINE")
-    options: dict[str, Any] = {}
-    if stage_overrides:
-        try:
-            options["stage_overrides"] = json.loads(stage_overrides)
-        except ValueError as error:
-            raise typer.BadParameter(f"is not JSON: {error}", param_hint="--stage-overrides") from None
-    if overlays:
-        options["overlays"] = overlays
-    loaded = (
-        [config.default_pipeline(model, **options)]
-        if model is not None
-        else [config.load_pipeline(path, **options) for path in files]
-    )
-    if policy:
-        loaded = [
-            one.model_copy(update={"routing": one.routing.model_copy(update={"policy": policy})}) for one in loaded
-        ]
-    names = [one.name for one in loaded]
-    for name in names:
-        if names.count(name) > 1:
-            raise typer.BadParameter(f"two of the files are named {name!r}: set `name` in one", param_hint="PIPELINE")
-    return loaded
 
 
 def _reserved(reserve: list[str], loaded: list[Any]) -> dict[tuple[str, str], int]:

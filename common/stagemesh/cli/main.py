@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -45,8 +44,6 @@ def build() -> typer.Typer:
     if not app.registered_commands:
         app.command()(version)
         for name in COMMANDS:
-            if importlib.util.find_spec(f"stagemesh.cli.{name}") is None:
-                continue  # TODO
             importlib.import_module(f"stagemesh.cli.{name}").register(app)
         for entry_point in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
             try:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stagemesh.addresses import DEFAULT_HEAD
+from stagemesh.cli.files import ModelFolder, PipelineFiles, PolicyName, arguments, load_pipelines
+from stagemesh.cli.layering import DeployConfig, EngineArg, Platform, StageOverrides
 from stagemesh.cli.security import with_security
 
 if TYPE_CHECKING:
@@ -21,13 +23,8 @@ def register(app: typer.Typer) -> None:
 
 @with_security(serves=True)
 def up(
-    pipelines: Annotated[
-        list[Path] | None, typer.Argument(metavar="[PIPELINE]...", help="Pipeline files; not with --model.")
-    ] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option("--model", metavar="DIR", help="A model's folder: serve it as a pipeline of one stage."),
-    ] = None,
+    pipelines: PipelineFiles = None,
+    model: ModelFolder = None,
     stages: Annotated[
         str,
         typer.Option(metavar="LIST", help="Run only these stages here, by id or name: 0,2. Other nodes take the rest."),
@@ -35,16 +32,11 @@ def up(
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where the head listens; port 0 picks one.")
     ] = DEFAULT_HEAD,
-    stage_overrides: Annotated[
-        str,
-        typer.Option(metavar="JSON", help='Values over those of the file: \'{"painter": {"runtime": {...}}}\'.'),
-    ] = "",
-    deploy_config: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Overlay on the pipeline file; may be given often.")
-    ] = None,
-    policy: Annotated[
-        str, typer.Option(metavar="NAME", help="Load balancing, over the files': see `stagemesh head --help`.")
-    ] = "",
+    stage_overrides: StageOverrides = "",
+    deploy_config: DeployConfig = None,
+    engine_arg: EngineArg = None,
+    platform: Platform = "",
+    policy: PolicyName = "",
     devices: Annotated[
         str, typer.Option(metavar="LIST", help="Devices to use: cuda:0,cuda:1 or cpu:0; else all there are.")
     ] = "",
@@ -77,37 +69,21 @@ def up(
     from stagemesh.cli.running import UpSession
     from stagemesh.launch.local import LocalMesh
 
-    if bool(pipelines) == (model is not None):
-        raise typer.BadParameter("give pipeline files, or --model DIR", param_hint="PIPELINE")
     wanted = [stage.strip() for stage in stages.split(",") if stage.strip()]
-    loaded = _load(pipelines or [], model, stage_overrides, deploy_config or [])
-    head = [*map(str, pipelines or ()), "--listen", listen, "--drain-timeout", f"{drain_timeout:g}"]
-    head += ["--model", str(model)] if model else []
-    head += ["--stage-overrides", stage_overrides] if stage_overrides else []
-    head += [word for path in deploy_config or () for word in ("--deploy-config", str(path))]
-    head += ["--policy", policy] if policy else []
-    head += _reservations(loaded, wanted)
+    files = pipelines or []
+    layers: dict[str, Any] = {
+        "stage_overrides": stage_overrides,
+        "deploy_config": deploy_config or (),
+        "engine_arg": engine_arg or (),
+        "platform": platform,
+        "policy": policy,
+    }
+    reserved = _reservations(load_pipelines(files, model, **layers), wanted)
+    head = [*arguments(files, model, **layers), "--listen", listen, "--drain-timeout", f"{drain_timeout:g}", *reserved]
     worker = ["--devices", devices] if devices else []
     worker += ["--cores-per-device", str(cores_per_device)] if cores_per_device else []
     session = UpSession(show_logs=logs, init_timeout_s=init_timeout, drain_timeout_s=drain_timeout)
     raise typer.Exit(session.run(LocalMesh(head, worker, stages=wanted, on_line=session.on_line), ready_file))
-
-
-def _load(files: list[Path], model: Path | None, stage_overrides: str, overlays: list[Path]) -> list[Pipeline]:
-    """The pipelines as the head will see them: what is wrong with them is said before anything starts."""
-    import json
-
-    from stagemesh import config
-
-    options: dict[str, Any] = {"overlays": overlays} if overlays else {}
-    if stage_overrides:
-        try:
-            options["stage_overrides"] = json.loads(stage_overrides)
-        except ValueError as error:
-            raise typer.BadParameter(f"is not JSON: {error}", param_hint="--stage-overrides") from None
-    if model is not None:
-        return [config.default_pipeline(model, **options)]
-    return [config.load_pipeline(path, **options) for path in files]
 
 
 def _reservations(pipelines: list[Pipeline], wanted: list[str]) -> list[str]:

@@ -61,7 +61,12 @@ def test_certificates_can_be_made_and_an_authority_is_never_replaced(command: Co
     assert nowhere.code == 10 and "No such file" in nowhere.err
 
 
-def test_exit_codes_are_documented() -> None:
+def test_the_reference_page_is_what_the_command_says() -> None:
+    """Made anew by `python -m stagemesh.cli.reference > docs/reference/cli.md`."""
     page = (Path(__file__).parents[3] / "docs/reference/cli.md").read_text()
+    done = subprocess.run(
+        [sys.executable, "-m", "stagemesh.cli.reference"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert page == done.stdout
     rows = {int(code): text for code, text in re.findall(r"^\| (\d+) \| (.+) \|$", page, re.M)}
     assert rows == EXIT_CODES
