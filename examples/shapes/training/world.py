@@ -75,7 +75,7 @@ SCENES = [
 _KNOWN = frozenset(SCENES)
 
 PAIRS_HELD_OUT = {("purple", "star"), ("orange", "ring"), ("green", "triangle")}
-"""Colour and shape that the painter never sees together: does it compose what it knows apart?"""
+"""Colour and shape never together in the captions that the painter learns: does it compose them?"""
 
 
 def _split(seed: int = 7, held_out: int = 60) -> tuple[list[Scene], list[Scene], list[Scene]]:
