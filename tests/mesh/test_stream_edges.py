@@ -1,0 +1,345 @@
+"""Edges of mode stream, and interactive requests: input that goes on while a stage runs."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from stagemesh.rpc.errors import MeshError, Reason
+from stagemesh.v1 import inference_pb2 as inference_pb
+from stagemesh.v1 import prompt_pb2 as prompt_pb
+from stagemesh.v1 import stage_pb2 as stage_pb
+from stagemesh_head.orchestration.edges import WINDOW_UNITS
+from tests.mesh.harness import WRITER, Call, Cluster, cluster, eventually, llm
+from tests.mesh.scripted_stage import WAIT_S, ScriptedTask
+
+THINKER = {"name": "thinker", "stage_type": "llm"}
+TALKER = {"name": "talker", "stage_type": "llm", "inputs": ["thinker"], "edge": "stream", "final_output": True}
+CHAIN = [THINKER, TALKER]
+GREEDY = [llm("thinker", temperature=0), llm("talker", temperature=0)]
+
+
+async def next_append(task: ScriptedTask) -> stage_pb.AppendInput:
+    async with asyncio.timeout(WAIT_S):
+        return await task.appends.get()
+
+
+async def rest_of_input(task: ScriptedTask) -> str:
+    """Text of all further chunks, to the last."""
+    text = ""
+    while True:
+        append = await next_append(task)
+        text += append.chunk.text
+        if append.last:
+            return text
+
+
+async def test_a_consumer_starts_at_the_first_chunk_and_is_fed_as_it_goes(tmp_path: Path) -> None:
+    async with cluster(tmp_path, CHAIN) as mesh:
+        thinker, talker = await mesh.add("thinker"), await mesh.add("talker")
+        call = mesh.generate()
+        thought = await thinker.next_task()
+        assert thought.submit.credit == WINDOW_UNITS
+        assert mesh.gateway.pools.of("demo", "talker").inflight == 1  # bound early
+        thought.tokens([1], "a")
+        speech = await talker.next_task()
+        assert speech.submit.more_input
+        assert [i.text for i in speech.submit.inputs] == ["a"]
+        speech.tokens([7], "A")
+        thought.tokens([2], "b")
+        append = await next_append(speech)
+        assert (append.chunk.stage, append.chunk.text, list(append.chunk.token_ids), append.last) == (
+            "thinker",
+            "b",
+            [2],
+            False,
+        )
+        thought.finish()
+        assert (await next_append(speech)).last
+        speech.finish()
+        await call.rest()
+        assert call.text("talker") == "A"
+        await mesh.quiet()
+
+
+async def test_a_producer_that_says_nothing_still_starts_its_consumer(tmp_path: Path) -> None:
+    async with cluster(tmp_path, CHAIN) as mesh:
+        thinker, talker = await mesh.add("thinker"), await mesh.add("talker")
+        call = mesh.generate()
+        (await thinker.next_task()).finish()
+        speech = await talker.next_task()
+        assert [(i.text, i.finished) for i in speech.submit.inputs] == [("", True)]
+        assert not speech.submit.more_input
+        speech.finish()
+        await call.rest()
+
+
+async def test_a_missing_consumer_stage_fails_the_request_before_its_input_is_complete(tmp_path: Path) -> None:
+    async with cluster(tmp_path, CHAIN) as mesh:
+        thinker = await mesh.add("thinker")
+        call = mesh.generate(timeout=0.5)
+        thought = await thinker.next_task()
+        error = await call.error()
+        assert (error.reason, error.metadata["stage"]) == (Reason.NO_LIVE_REPLICA, "talker")
+        await thought.aborted()
+        await mesh.quiet()
+
+
+async def test_a_producer_gets_credit_as_its_consumer_takes_chunks(tmp_path: Path) -> None:
+    async with cluster(tmp_path, CHAIN) as mesh:
+        thinker, talker = await mesh.add("thinker"), await mesh.add("talker")
+        call = mesh.generate()
+        thought = await thinker.next_task()
+        thought.tokens([1, 2, 3], "abc")
+        speech = await talker.next_task()
+        assert thought.grants.empty()
+        speech.started()
+        async with asyncio.timeout(WAIT_S):
+            assert await thought.grants.get() == 3
+        thought.tokens([4, 5], "de")
+        await next_append(speech)
+        assert thought.grants.empty()
+        speech.took(1)
+        async with asyncio.timeout(WAIT_S):
+            assert await thought.grants.get() == 2
+        call.cancel()
+        await mesh.quiet()
+
+
+async def test_a_lost_consumer_gets_everything_again(tmp_path: Path) -> None:
+    async with cluster(tmp_path, CHAIN) as mesh:
+        thinker = await mesh.add("thinker")
+        talkers = [await mesh.add("talker", replica_id) for replica_id in range(2)]
+        call = mesh.generate(sampling=GREEDY)
+        thought = await thinker.next_task()
+        thought.tokens([1], "a")
+        await eventually(lambda: any(t.has_arrivals for t in talkers))
+        first = next(t for t in talkers if t.has_arrivals)
+        speech = await first.next_task()
+        thought.tokens([2], "b")
+        await next_append(speech)
+        await first.crash()
+        again = await next(t for t in talkers if t is not first).next_task()
+        assert "".join(i.text for i in again.submit.inputs) == "ab"
+        thought.tokens([3], "c")
+        thought.finish()
+        assert await rest_of_input(again) == "c"
+        again.tokens([9], "ABC")
+        again.finish()
+        await call.rest()
+        assert call.text("talker") == "ABC"
+        await mesh.quiet()
+
+
+async def test_a_producer_that_resumes_exactly_does_not_disturb_its_consumer(tmp_path: Path) -> None:
+    async with cluster(tmp_path, CHAIN) as mesh:
+        thinkers = [await mesh.add("thinker", replica_id) for replica_id in range(2)]
+        talker = await mesh.add("talker")
+        call = mesh.generate(sampling=GREEDY)
+        await eventually(lambda: any(t.has_arrivals for t in thinkers))
+        first = next(t for t in thinkers if t.has_arrivals)
+        thought = await first.next_task()
+        thought.tokens([1], "a")
+        speech = await talker.next_task()
+        await first.crash()
+        again = await next(t for t in thinkers if t is not first).next_task()
+        assert list(again.submit.resume_token_ids) == [1]
+        again.tokens([2], "b")
+        again.finish()
+        assert await rest_of_input(speech) == "b"
+        speech.finish()
+        await call.rest()
+        assert len(talker.submitted) == 1
+
+
+async def test_a_producer_that_starts_anew_starts_its_consumer_anew(tmp_path: Path) -> None:
+    async with cluster(tmp_path, CHAIN) as mesh:
+        thinkers = [await mesh.add("thinker", replica_id) for replica_id in range(2)]
+        talker = await mesh.add("talker")
+        sampling = [llm("thinker", temperature=0, presence_penalty=1.0)]
+        call = mesh.generate(sampling=sampling)
+        await eventually(lambda: any(t.has_arrivals for t in thinkers))
+        first = next(t for t in thinkers if t.has_arrivals)
+        thought = await first.next_task()
+        thought.tokens([1], "a")
+        speech = await talker.next_task()
+        await first.crash()
+        await speech.aborted()
+        again = await next(t for t in thinkers if t is not first).next_task()
+        assert list(again.submit.resume_token_ids) == []
+        again.tokens([5], "x")
+        fresh = await talker.next_task()
+        assert [i.text for i in fresh.submit.inputs] == ["x"]
+        again.finish()
+        await rest_of_input(fresh)
+        fresh.tokens([6], "X")
+        fresh.finish()
+        await call.rest()
+        assert call.text("talker") == "X"
+        assert {s.stage: s.finished.recovery for s in call.finished.stages} == {
+            "thinker": "restarted",
+            "talker": "restarted",
+        }
+        await mesh.quiet()
+
+
+async def test_a_producer_cannot_start_anew_once_its_consumers_output_was_delivered(tmp_path: Path) -> None:
+    async with cluster(tmp_path, CHAIN) as mesh:
+        thinkers = [await mesh.add("thinker", replica_id) for replica_id in range(2)]
+        talker = await mesh.add("talker")
+        call = mesh.generate(sampling=[llm("thinker", temperature=0, presence_penalty=1.0)])
+        await eventually(lambda: any(t.has_arrivals for t in thinkers))
+        first = next(t for t in thinkers if t.has_arrivals)
+        thought = await first.next_task()
+        thought.tokens([1], "a")
+        speech = await talker.next_task()
+        speech.tokens([7], "A")
+        await call.next()
+        await first.crash()
+        error = await call.error()
+        assert (error.reason, error.metadata["stage"]) == (Reason.STAGE_LOST, "talker")
+        await speech.aborted()
+        await mesh.quiet()
+
+
+async def test_a_consumer_reads_two_producers_as_they_go(tmp_path: Path) -> None:
+    other = {"name": "looker", "stage_type": "llm", "inputs": []}
+    both = {**TALKER, "inputs": ["thinker", "looker"]}
+    async with cluster(tmp_path, [THINKER, other, both]) as mesh:
+        thinker, looker, talker = [await mesh.add(name) for name in ("thinker", "looker", "talker")]
+        call = mesh.generate()
+        thought, view = await thinker.next_task(), await looker.next_task()
+        thought.tokens([1], "a")
+        speech = await talker.next_task()
+        view.tokens([2], "v")
+        assert (await next_append(speech)).chunk.stage == "looker"
+        thought.finish()
+        append = await next_append(speech)
+        assert (append.chunk.stage, append.chunk.finished, append.last) == ("thinker", True, False)
+        view.finish()
+        assert (await next_append(speech)).last
+        speech.finish()
+        await call.rest()
+
+
+# ------------------------------------------------------------------ interactive
+class Interactive(Call):
+    """A call whose input goes on."""
+
+    def __init__(self, mesh: Cluster, **fields: object) -> None:
+        super().__init__(mesh.stub.GenerateInteractive(timeout=WAIT_S))
+        self.request = inference_pb.GenerateRequest(prompt=prompt_pb.Prompt(text="first"), **fields)  # type: ignore[arg-type]
+
+    async def open(self) -> None:
+        await self.call.write(inference_pb.GenerateInteractiveRequest(open=self.request))
+
+    async def append(self, text: str, **fields: object) -> None:
+        prompt = prompt_pb.Prompt(text=text)
+        await self.call.write(inference_pb.GenerateInteractiveRequest(append=prompt, **fields))  # type: ignore[arg-type]
+
+    async def close_input(self) -> None:
+        await self.call.done_writing()
+
+
+async def test_interactive_chunks_reach_the_stage_in_order_and_the_end_closes_it(tmp_path: Path) -> None:
+    async with cluster(tmp_path, [WRITER]) as mesh:
+        writer = await mesh.add("writer")
+        call = Interactive(mesh, request_id="chat")
+        await call.open()
+        task = await writer.next_task()
+        assert (task.submit.prompt.text, task.submit.more_input) == ("first", True)
+        task.tokens([1], "one")
+        assert (await call.next()).frame.text.text == "one"
+        await call.append("second", params=llm("writer", max_tokens=5).params)
+        append = await next_append(task)
+        assert (append.prompt.text, append.params.llm.max_tokens, append.last) == ("second", 5, False)
+        task.tokens([2], "two")
+        await call.close_input()
+        append = await next_append(task)
+        assert append.last
+        assert not append.HasField("prompt")
+        task.finish()
+        await call.rest()
+        assert call.text() == "onetwo"
+        assert call.responses[0].request_id == "chat"
+        await mesh.quiet()
+
+
+async def test_interactive_chunks_that_came_before_a_replica_are_not_lost(tmp_path: Path) -> None:
+    async with cluster(tmp_path, [WRITER]) as mesh:
+        call = Interactive(mesh)
+        await call.open()
+        await call.append("second")
+        await call.close_input()
+        run_started = mesh.gateway.pools.of("demo", "writer")
+        await eventually(lambda: run_started.waiting == 1)
+        writer = await mesh.add("writer")
+        task = await writer.next_task()
+        assert (await next_append(task)).prompt.text == "second"
+        assert (await next_append(task)).last
+        task.finish()
+        await call.rest()
+
+
+async def test_interactive_input_is_replayed_when_the_replica_is_lost_before_output(tmp_path: Path) -> None:
+    async with cluster(tmp_path, [WRITER]) as mesh:
+        replicas = [await mesh.add("writer", replica_id) for replica_id in range(2)]
+        call = Interactive(mesh)
+        await call.open()
+        await eventually(lambda: any(r.has_arrivals for r in replicas))
+        first = next(r for r in replicas if r.has_arrivals)
+        task = await first.next_task()
+        await call.append("second")
+        await next_append(task)
+        await first.crash()
+        again = await next(r for r in replicas if r is not first).next_task()
+        assert (await next_append(again)).prompt.text == "second"
+        again.finish()
+        await call.rest()
+
+
+async def test_interactive_requests_refuse_what_engines_cannot_do(tmp_path: Path) -> None:
+    async with cluster(tmp_path, [{**WRITER, "limits": {"max_prompt_bytes": 100}}]) as mesh:
+        writer = await mesh.add("writer")
+        for fields, text in [
+            ({"output_mode": inference_pb.OUTPUT_MODE_FINAL_ONLY}, "output_mode: 'FINAL_ONLY'"),
+            ({"sampling": [llm("writer", n=2)]}, "sampling[writer].n: 2"),
+            ({"sampling": [llm("writer", stop=["x"])]}, "sampling[writer].stop"),
+        ]:
+            call = Interactive(mesh, **fields)
+            await call.open()
+            error = await call.error()
+            assert error.reason is Reason.INVALID_REQUEST
+            assert text in error.message
+        assert writer.submitted == []
+        for append, reason, text in [
+            ({"text": ""}, Reason.INVALID_REQUEST, "append.text: ''"),
+            ({"text": "x" * 99}, Reason.PROMPT_TOO_LARGE, "append: "),
+            ({"text": "y", "params": llm("", top_p=0).params}, Reason.INVALID_REQUEST, "params.top_p: 0.0"),
+        ]:
+            call = Interactive(mesh)
+            await call.open()
+            task = await writer.next_task()
+            await call.append(**append)
+            error = await call.error()
+            assert (error.reason, text in error.message) == (reason, True), error.message
+            await task.aborted()
+        call = Interactive(mesh)
+        await call.append("no open")
+        assert "must have `open`" in (await call.error()).message
+        await mesh.quiet()
+
+
+async def test_an_update_for_a_finished_request_is_dropped_and_resurrects_nothing(tmp_path: Path) -> None:
+    async with cluster(tmp_path, [WRITER]) as mesh:
+        writer = await mesh.add("writer")
+        call = Interactive(mesh)
+        await call.open()
+        (await writer.next_task()).finish()
+        await call.rest()
+        try:
+            await call.append("too late")
+        except (asyncio.InvalidStateError, MeshError):
+            pass  # the call is over
+        await mesh.quiet()
+        assert len(writer.submitted) == 1
