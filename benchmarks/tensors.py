@@ -5,7 +5,7 @@ Two processes, a producer and a consumer, in one run and in alternation, since a
     same host    TensorStore.put -> TensorResolver.resolve -> every byte read    beside  memcpy,
                  and a plain file in /dev/shm written and read back
     other host   TensorResolver.resolve over gRPC (FetchTensor)                  beside  bare grpc.aio that streams the
-                 same chunks without store, checksum or array
+                 same chunks without store or checksum: once thrown away, once kept in an array as a consumer needs it
 
     python benchmarks/tensors.py [--mib 256] [--rounds 7]
 
@@ -38,7 +38,7 @@ from stagemesh.tensors.service import CHUNK_BYTES
 from stagemesh.v1 import tensor_pb2 as tensor_pb
 
 HOST = "benchmark-host"
-GOALS = {"same host / shm": 0.8, "fetch / bare gRPC": 0.9}
+GOALS = {"same host / shm": 0.8, "fetch / bare gRPC, kept": 0.9, "fetch / bare gRPC, thrown away": 0.9}
 BARE_METHOD = "/stagemesh.benchmark.Bare/Stream"
 
 
@@ -146,10 +146,19 @@ async def measure(size: int, rounds: int, control: socket.socket) -> dict[str, l
         if received != size:
             raise SystemExit("bytes are missing")
 
+    async def bare_kept() -> None:
+        received, array = 0, np.empty(size, np.uint8)
+        async for chunk in stream(b""):
+            array.data[received : received + len(chunk)] = chunk
+            received += len(chunk)
+        if received != size:
+            raise SystemExit("bytes are missing")
+
     channel = open_channel(endpoint, own_connection=True)
     stream = channel.unary_stream(BARE_METHOD)
     ways: dict[str, Callable[[], Awaitable[None]]] = {
-        "memcpy": memcpy, "shm": plain_file, "same host": same_host, "bare gRPC": bare, "fetch": fetch,
+        "memcpy": memcpy, "shm": plain_file, "same host": same_host, "bare gRPC": bare, "bare kept": bare_kept,
+        "fetch": fetch,
     }  # fmt: skip
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     try:
@@ -185,13 +194,18 @@ def report(seconds: dict[str, list[float]], size: int) -> dict[str, float]:
         "memcpy": "memcpy inside one process",
         "shm": "plain /dev/shm file, written and read",
         "same host": "store, map, read (two processes)",
-        "bare gRPC": "bare grpc.aio stream",
+        "bare gRPC": "bare grpc.aio stream, thrown away",
+        "bare kept": "bare grpc.aio stream, kept in an array",
         "fetch": "FetchTensor, checked, into an array",
     }
     print(f"{size >> 20} MiB, median of {len(seconds['memcpy'])} rounds, chunks of {CHUNK_BYTES >> 10} KiB")
     for name, text in texts.items():
         print(f"  {text:<40} {rate[name]:6.2f} GB/s")
-    pairs = {"same host / shm": ("same host", "shm"), "fetch / bare gRPC": ("fetch", "bare gRPC")}
+    pairs = {
+        "same host / shm": ("same host", "shm"),
+        "fetch / bare gRPC, kept": ("fetch", "bare kept"),
+        "fetch / bare gRPC, thrown away": ("fetch", "bare gRPC"),
+    }
     ratios = {}
     for name, (ours, theirs) in pairs.items():
         by_round = [b / a for a, b in zip(seconds[ours], seconds[theirs], strict=True)]
