@@ -8,7 +8,7 @@ from stagemesh_head.registry import messages
 from stagemesh_head.registry.effects import Effect, Happened, RowChanged, Send
 from stagemesh_head.registry.rows import ReplicaRow, ReplicaState
 from stagemesh_head.registry.settings import RegistrySettings
-from stagemesh_head.registry.state import GoneReplica, Node, Replica, State, stage_of
+from stagemesh_head.registry.state import GoneReplica, Leftover, Node, Replica, State, stage_of
 
 KV_CACHE_STEP = 0.05
 """A KV cache's use must change by that much to be news."""
@@ -121,8 +121,8 @@ class Book:
         """Take the slot from a replica at once; its process is told to stop and keeps its devices until it has."""
         replica.drain_reason, replica.drain_grace_s = reason, 0.0
         self.send_revocation(replica, node)
-        if replica.incarnation and replica.reported is not ReplicaState.FAILED:
-            node.leftovers[replica.key, replica.incarnation] = replica.device_ids
+        if replica.reported is not ReplicaState.FAILED:
+            node.leftovers[replica.key, replica.incarnation] = Leftover(replica.device_ids, node.sequence)
         self.remove(replica, reason, now, is_final=True)
 
     # -- events -------------------------------------------------------------

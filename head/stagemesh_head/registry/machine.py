@@ -49,8 +49,8 @@ class Machine:
         hellos.check_rivals(hello, self.state.nodes.values(), now, self.settings.lease_s)
         hellos.check_claims(hello, self.state.stages)
         old = self.state.nodes.get(hello.node_id)
-        if old is None and len(self.state.nodes) >= self.settings.max_nodes:
-            raise MeshError(Reason.OVERLOADED, f"this head has its {self.settings.max_nodes} nodes already")
+        if old is None:
+            self._make_room()
         self._note_restart(hello, now)
         node = Node(hello.node_id, hello, peer, willing, joined_at=now, last_heartbeat=now, session=session)
         if old is not None:
@@ -189,6 +189,15 @@ class Machine:
         if self._book.has_room_news:
             self._place(now)
         return self._book.take_effects()
+
+    def _make_room(self) -> None:
+        """Have a place for one more node; rows of nodes that are gone make room, the oldest first."""
+        if len(self.state.nodes) < self.settings.max_nodes:
+            return
+        gone = [node for node in self.state.nodes.values() if node.gone_at is not None]
+        if not gone:
+            raise MeshError(Reason.OVERLOADED, f"this head has its {self.settings.max_nodes} nodes already")
+        del self.state.nodes[min(gone, key=lambda node: node.gone_at or 0.0).node_id]
 
     def _note_restart(self, hello: registry_pb.Hello, now: float) -> None:
         """A node that runs something, or knows another head's epoch, proves that this head was restarted."""

@@ -223,8 +223,8 @@ def room_of(node: Node, state: State) -> _Room:
             continue  # no process of it is left
         for device_id in replica.device_ids:
             occupancy.setdefault(device_id, []).append(stage)
-    for (key, _), device_ids in node.leftovers.items():
-        for device_id in device_ids:
+    for (key, _), leftover in node.leftovers.items():
+        for device_id in leftover.device_ids:
             occupancy.setdefault(device_id, []).append(stage_of(key))
     return _Room(node, occupancy, len(node.replicas), per_stage)
 
@@ -256,7 +256,10 @@ def refusal(room: _Room, entry: StageEntry, replica_id: int, reserved: Reserved)
         return "is not the local node, which the slot is reserved for"
     if node.hello.max_replicas and room.count >= node.hello.max_replicas:
         return f"runs {room.count} replicas, its limit"
-    if entry.key.slot(replica_id) in node.failed:
+    slot = entry.key.slot(replica_id)
+    if any(key == slot for key, _ in node.leftovers):
+        return "still stops an earlier process of it"
+    if slot in node.failed:
         return "failed to run it"
     return None
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
@@ -31,6 +32,7 @@ from stagemesh_head.registry.state import stage_entries
 log = logging.getLogger(__name__)
 
 RowListener = Callable[[ReplicaKey, ReplicaRow | None], None]
+REFUSAL_PERIOD_S, MAX_REFUSALS = 60.0, 1_000
 _NAMESPACE = uuid.UUID("6f1a7a6e-6d8b-4b6e-9c1e-57a9e3e5b0f4")
 
 
@@ -57,6 +59,7 @@ class Registry:
         self._sessions: dict[int, Session] = {}
         self._numbers = count(1)
         self._listeners: list[RowListener] = []
+        self._refusals: OrderedDict[str, tuple[Reason, float]] = OrderedDict()
         self._ticker: asyncio.Task[None] | None = None
         self._is_closed = False
 
@@ -136,7 +139,7 @@ class Registry:
             try:
                 effects = self.machine.hello(session.number, message.hello, session.peer, now)
             except MeshError as error:
-                self.apply([Happened("node.refused", message.hello.node_id[:64], reason=error.message)])
+                self._note_refusal(message.hello.node_id[:64], error, now)
                 raise
             self.apply(effects)
         elif kind == "goodbye":
@@ -151,6 +154,16 @@ class Registry:
             session.close(None)
             now = self.clock()
             self.apply(self.machine.session_ended(session.number, reason, now, on_purpose=on_purpose))
+
+    def _note_refusal(self, node_id: str, error: MeshError, now: float) -> None:
+        """An event for a refused node; not for each of its tries, which would push all else out of the log."""
+        last = self._refusals.pop(node_id, None)
+        if last is None or last[0] is not error.reason or now - last[1] >= REFUSAL_PERIOD_S:
+            last = (error.reason, now)
+            self.apply([Happened("node.refused", node_id, reason=error.message)])
+        self._refusals[node_id] = last
+        while len(self._refusals) > MAX_REFUSALS:
+            self._refusals.popitem(last=False)
 
     # -- answers ------------------------------------------------------------
     def header(self, revision: int | None = None) -> header_pb.ResponseHeader:

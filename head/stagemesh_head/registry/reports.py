@@ -11,7 +11,7 @@ from stagemesh_head.registry.book import Book
 from stagemesh_head.registry.devices import may_share
 from stagemesh_head.registry.effects import Send
 from stagemesh_head.registry.rows import ReplicaKey, ReplicaState
-from stagemesh_head.registry.state import Node, Replica, StageKey, stage_of
+from stagemesh_head.registry.state import Leftover, Node, Replica, StageKey, stage_of
 
 MAX_REPORTS = 4_096
 MAX_FIELD_CHARS = 4_096
@@ -75,9 +75,17 @@ def take_reports(book: Book, node: Node, reports: Sequence[replica_pb.ReplicaRep
     for key, replica in list(node.replicas.items()):
         if key not in seen and replica.incarnation:
             book.remove(replica, "its node no longer has it", now, is_final=True)
-    for name in [name for name in node.leftovers if name not in alive]:
+    for name in [name for name in node.leftovers if name not in alive and _has_stopped(node, name)]:
         del node.leftovers[name]
         book.has_room_news = True
+
+
+def _has_stopped(node: Node, name: tuple[ReplicaKey, str]) -> bool:
+    """Whether a leftover that is not reported is over.
+
+    One that was told to stop before it was ever reported may be missing in a heartbeat that was under way.
+    """
+    return bool(name[1]) or node.sequence >= node.leftovers[name].at_sequence + 2
 
 
 def _is_of_its_slot(book: Book, replica: Replica, incarnation: str) -> bool:
@@ -96,6 +104,13 @@ def _update(book: Book, node: Node, replica: Replica, report: replica_pb.Replica
         replica.report = report
         book.remove(replica, report.error.message or replica.drain_reason or "it ended", now, is_final=True)
         return
+    if replica.reported is ReplicaState.FAILED and state is not ReplicaState.FAILED:
+        # Its devices were free since it failed.
+        conflict = _device_conflict(book, node, replica.key, replica.device_ids)
+        if conflict is not None:
+            replica.reported, replica.incarnation = state, report.replica.incarnation
+            book.evict(replica, node, conflict, now)
+            return
     if replica.incarnation != report.replica.incarnation:
         # A new process in the slot: what was known of the old one's link is void.
         replica.incarnation = report.replica.incarnation
@@ -140,6 +155,8 @@ def _why_not(book: Book, node: Node, key: ReplicaKey, report: replica_pb.Replica
     gone = book.state.gone.get((key, report.replica.incarnation))
     if gone is not None and gone.is_final:
         return f"it is over: {gone.status.reason}"
+    if (key, "") in node.leftovers:
+        return "it was told to stop when it had just been assigned"
     if entry.is_scaled and key.replica_id >= entry.target:
         return f"the stage is scaled to {entry.target}"
     offered = {device.id for device in node.hello.devices}
@@ -148,14 +165,9 @@ def _why_not(book: Book, node: Node, key: ReplicaKey, report: replica_pb.Replica
         return f"its node no longer offers {', '.join(strange)}"
     if report.state == replica_pb.REPLICA_STATE_FAILED and not entry.fits(report.pipeline_revision):
         return f"it failed with revision {report.pipeline_revision}, this head serves {entry.revision}"
-    for other in node.replicas.values():
-        held = set(other.device_ids).intersection(report.device_ids)
-        if (
-            held
-            and other.reported is not ReplicaState.FAILED
-            and not may_share(entry, book.state.stages[stage_of(other.key)])
-        ):
-            return f"device {min(held)} has replica {other.key}"
+    conflict = _device_conflict(book, node, key, report.device_ids)
+    if conflict is not None:
+        return conflict
     owner = book.state.replicas.get(key)
     if owner is None:
         return None
@@ -167,11 +179,24 @@ def _why_not(book: Book, node: Node, key: ReplicaKey, report: replica_pb.Replica
     return f"node {owner.node_id} has the slot"
 
 
+def _device_conflict(book: Book, node: Node, key: ReplicaKey, device_ids: Sequence[str]) -> str | None:
+    """Which other replica of the node has one of the devices for itself; FAILED ones have none."""
+    entry = book.state.stages[stage_of(key)]
+    for other in node.replicas.values():
+        if other.key == key or other.reported is ReplicaState.FAILED:
+            continue
+        held = set(other.device_ids).intersection(device_ids)
+        if held and not may_share(entry, book.state.stages[stage_of(other.key)]):
+            return f"device {min(held)} has replica {other.key}"
+    return None
+
+
 def _turn_away(book: Book, node: Node, key: ReplicaKey, report: replica_pb.ReplicaReport, reason: str) -> None:
     incarnation = report.replica.incarnation
     # A FAILED one has no process, hence no devices.
     is_over = report.state == replica_pb.REPLICA_STATE_FAILED
-    node.leftovers[key, incarnation] = () if is_over else tuple(report.device_ids)
+    node.leftovers[key, incarnation] = Leftover(() if is_over else tuple(report.device_ids), node.sequence)
+    node.leftovers.pop((key, ""), None)
     grace_s = book.settings.drain_grace_s if report.state == replica_pb.REPLICA_STATE_READY else 0.0
     if node.session is not None:
         book.effects.append(Send(node.session, messages.revocation(key, incarnation, grace_s, reason)))

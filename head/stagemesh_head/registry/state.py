@@ -93,6 +93,15 @@ class Replica:
     """As published last."""
 
 
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """What a replica without a slot still holds."""
+
+    device_ids: tuple[str, ...]
+    at_sequence: int
+    """Heartbeat of the node before it was told to stop it."""
+
+
 @dataclass(slots=True)
 class Node:
     """A node agent, from its Hello until its row is forgotten."""
@@ -113,7 +122,7 @@ class Node:
     gone_at: float | None = None
     gone_reason: str = ""
     replicas: dict[ReplicaKey, Replica] = field(default_factory=dict)
-    leftovers: dict[tuple[ReplicaKey, str], tuple[str, ...]] = field(default_factory=dict)
+    leftovers: dict[tuple[ReplicaKey, str], Leftover] = field(default_factory=dict)
     """Replicas, by incarnation, that it still runs but that own no slot any more; their devices stay taken."""
     failed: set[ReplicaKey] = field(default_factory=set)
     """Slots whose replica FAILED on it."""

@@ -188,7 +188,11 @@ class FakeNode:
             ref = message.revocation.replica
             key = ReplicaKey(ref.pipeline, ref.stage, ref.replica_id)
             report = self.running.get(key)
-            if report is not None and ref.incarnation in ("", report.replica.incarnation):
+            if report is None or ref.incarnation not in ("", report.replica.incarnation):
+                return
+            if report.state == replica_pb.REPLICA_STATE_FAILED:
+                del self.running[key]  # no process of it is left
+            else:
                 report.state = replica_pb.REPLICA_STATE_DRAINING
 
     def set(self, state: ReplicaState, *keys: ReplicaKey, **fields: Any) -> FakeNode:
