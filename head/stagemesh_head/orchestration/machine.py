@@ -323,7 +323,9 @@ class RequestMachine:
         """Start a lost task's next attempt, from where it was or from its beginning, if it may have one."""
         verdict = self._losses.decide(task, error, self._now)
         if isinstance(verdict, Fails):
-            self._fail(verdict.task, verdict.error)
+            # Which may name a consumer; that one is still at work, and is stopped like the others.
+            verdict.error.metadata.setdefault("stage", verdict.task.name)
+            self._fail(task, verdict.error)
             return
         if verdict.restarts:
             self._forget_output(task)
