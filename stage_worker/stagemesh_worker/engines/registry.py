@@ -5,10 +5,10 @@ Other distributions add engines by an entry point of the group `stagemesh.engine
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from importlib.metadata import EntryPoint, entry_points
 
+from stagemesh.config import suggest
 from stagemesh_worker.engines.base import Engine, EngineConfigError
 
 ENTRY_POINT_GROUP = "stagemesh.engines"
@@ -34,9 +34,8 @@ def engine_class(name: str) -> type[Engine]:
     target = BUILT_IN.get(name) or _plug_ins().get(name)
     if target is None:
         names = engine_names()
-        close = difflib.get_close_matches(name, names, 1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise EngineConfigError(f"engine: {name!r}: want one of {', '.join(names)}{hint}")
+        hint = "; ".join(filter(None, (f"want one of {', '.join(names)}", suggest(name, names))))
+        raise EngineConfigError(f"engine: {name!r}: unknown; {hint}")
     try:
         found = _load(target) if isinstance(target, str) else target.load()
     except ImportError as error:

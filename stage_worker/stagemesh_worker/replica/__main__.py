@@ -42,11 +42,16 @@ def main() -> int:
     try:
         engine = _prepare(assign, channel)
     except EngineConfigError as error:
-        return _refuse(channel, Failed("BAD_STAGE_CONFIG", str(error), fatal=True))
+        return _refuse(channel, _bad_config(assign, error))
     except Exception as error:
         log.exception("the engine could not be prepared")
         return _refuse(channel, Failed("START_FAILED", f"{type(error).__name__}: {error}"))
     return _serve(assign, engine, channel)
+
+
+def _bad_config(assign: Assign, error: EngineConfigError) -> Failed:
+    """The engine's refusal, with the stage that it is about: no restart would help."""
+    return Failed("BAD_STAGE_CONFIG", f"stage {assign.stage.get('name')!r}: {error}", fatal=True)
 
 
 def _prepare(assign: Assign, channel: ControlChannel) -> Engine:
@@ -83,7 +88,7 @@ def _serve(assign: Assign, engine: Engine, channel: ControlChannel) -> int:
     except EngineConfigError as error:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(engine.stop())
-        return _refuse(channel, Failed("BAD_STAGE_CONFIG", str(error), fatal=True))
+        return _refuse(channel, _bad_config(assign, error))
 
     async def live() -> int:
         failure = await ReplicaHost(assign, engine, adapters, channel).run()

@@ -81,7 +81,7 @@ class DiffusionEngine(Engine):
         parse_stage(stage)
         if not (Path(stage.model) / "model_index.json").is_file():
             raise EngineConfigError(
-                f"stages[{stage.stage_id}].model: {str(stage.model)!r}: has no model_index.json: "
+                f"model: {str(stage.model)!r}: has no model_index.json: "
                 "give a folder that a diffusers pipeline was saved to"
             )
 
@@ -271,9 +271,8 @@ class DiffusionEngine(Engine):
         elif isinstance(message, Ready) and self._loaded is not None and not self._loaded.done():
             self._loaded.set_result(PipelineFacts(**message.pipeline))
         elif isinstance(message, Failed) and self._loaded is not None and not self._loaded.done():
-            where = f"stages[{self.stage.stage_id}]"
             self._loaded.set_exception(
-                EngineConfigError(f"{where}.{message.message}")
+                EngineConfigError(message.message)
                 if message.fatal
                 else MeshError(Reason.START_FAILED, message.message, stage=self.stage.name)
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import types
 import typing
@@ -11,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stagemesh.config import suggest
 from stagemesh_worker.engines.base import EngineConfigError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -68,9 +68,8 @@ class DiffusionOptions:
         hints = typing.get_type_hints(cls)
         unknown = [name for name in engine_args if name not in hints]
         if unknown:
-            near = difflib.get_close_matches(unknown[0], list(hints), 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(hints))}"
-            raise EngineConfigError(f"{path}.{unknown[0]}: the diffusion engine has no such argument: {hint}")
+            hint = suggest(unknown[0], hints) or f"known are {', '.join(sorted(hints))}"
+            raise EngineConfigError(f"{path}.{unknown[0]}: unknown; {hint}")
         values = {name: _typed(f"{path}.{name}", value, hints[name]) for name, value in engine_args.items()}
         options = cls(**values)
         options._check_ranges(path)

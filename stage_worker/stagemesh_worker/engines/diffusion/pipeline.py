@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import typing
@@ -15,6 +14,7 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import deprecation_utils
 
+from stagemesh.config import suggest
 from stagemesh_worker.engines.base import EngineConfigError
 from stagemesh_worker.engines.diffusion.facts import PipelineFacts
 from stagemesh_worker.engines.diffusion.options import DiffusionOptions
@@ -121,10 +121,9 @@ def _check_load_kwargs(folder: str, kwargs: Mapping[str, Any]) -> None:
     known = LOAD_KWARGS | {name for name in index if not name.startswith("_")}
     for name in kwargs:
         if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
+            hint = suggest(name, known) or f"known are {', '.join(sorted(known))}"
             raise EngineConfigError(
-                f"engine_args.diffusers_load_kwargs.{name}: {index.get('_class_name')} takes no such argument: {hint}"
+                f"engine_args.diffusers_load_kwargs.{name}: {index.get('_class_name')} takes no such argument; {hint}"
             )
 
 

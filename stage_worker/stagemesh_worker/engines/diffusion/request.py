@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import io
 import itertools
 import json
@@ -16,6 +15,7 @@ import numpy as np
 from google.protobuf import json_format
 from PIL import Image, UnidentifiedImageError
 
+from stagemesh.config import suggest
 from stagemesh.rpc.errors import MeshError, Reason, invalid
 from stagemesh.v1 import prompt_pb2 as prompt_pb
 from stagemesh.v1 import sampling_pb2 as sampling_pb
@@ -205,9 +205,8 @@ def _put_extra(call: dict[str, Any], params: sampling_pb.DiffusionSamplingParams
         kind = facts.arguments.get(name)
         if kind is None:
             allowed = sorted(set(facts.arguments) - RESERVED)
-            near = difflib.get_close_matches(name, allowed, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(allowed)}"
-            raise invalid(f"extra.{name}", value, f"{facts.class_name} takes no such argument: {hint}")
+            hint = suggest(name, allowed) or f"it takes {', '.join(allowed)}"
+            raise invalid(f"extra.{name}", value, f"{facts.class_name} takes no such argument; {hint}")
         call[name] = _of_kind(f"extra.{name}", value, kind)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-
 from google.protobuf import json_format
 
-from stagemesh.config import Stage
+from stagemesh.config import Stage, suggest
 from stagemesh.rpc.errors import MeshError
 from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh_worker.engines.base import EngineConfigError, EngineInput
@@ -24,7 +22,7 @@ def parse_stage(stage: Stage) -> DiffusionOptions:
     args = dict(stage.engine_args)
     if stage.runtime.max_batch_size is not None:
         args.setdefault("max_num_seqs", stage.runtime.max_batch_size)
-    options = DiffusionOptions.parse(args, f"stages[{stage.stage_id}].engine_args")
+    options = DiffusionOptions.parse(args, "engine_args")
     _default_params(stage)
     return options
 
@@ -35,23 +33,22 @@ def check_defaults(stage: Stage, facts: PipelineFacts, options: DiffusionOptions
     Raises:
         EngineConfigError: the loaded pipeline does not take one of them.
     """
-    path = f"stages[{stage.stage_id}]"
     for name, value in options.diffusers_call_kwargs.items():
-        where = f"{path}.engine_args.diffusers_call_kwargs.{name}: {value!r}"
+        where = f"engine_args.diffusers_call_kwargs.{name}: {value!r}"
         if name in RESERVED:
             raise EngineConfigError(f"{where}: the engine sets this argument itself")
         if name not in facts.arguments:
-            near = difflib.get_close_matches(name, sorted(set(facts.arguments) - RESERVED), 1)
-            hint = f": did you mean {near[0]!r}?" if near else ""
-            raise EngineConfigError(f"{where}: {facts.class_name} takes no such argument{hint}")
+            allowed = sorted(set(facts.arguments) - RESERVED)
+            hint = suggest(name, allowed) or f"it takes {', '.join(allowed)}"
+            raise EngineConfigError(f"{where}: {facts.class_name} takes no such argument; {hint}")
     try:
         build_request(EngineInput(text="a check"), _default_params(stage), facts, options)
     except MeshError as error:
-        raise EngineConfigError(f"{path}.default_sampling_params.{error.message}") from error
+        raise EngineConfigError(f"default_sampling_params.{error.message}") from error
 
 
 def _default_params(stage: Stage) -> sampling_pb.DiffusionSamplingParams:
-    path = f"stages[{stage.stage_id}].default_sampling_params"
+    path = "default_sampling_params"
     given = dict(stage.default_sampling_params or {})
     known = sampling_pb.DiffusionSamplingParams.DESCRIPTOR.fields_by_name
     # A name that is no typed field is an argument of the pipeline's call, as in `extra`.

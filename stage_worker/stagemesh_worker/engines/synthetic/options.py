@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from stagemesh.config import suggest
 from stagemesh_worker.engines.base import EngineConfigError
 
 OUTPUTS = ("text", "image", "audio", "tensor")
@@ -59,9 +59,8 @@ class SyntheticOptions:
         values: dict[str, Any] = {}
         for name, value in engine_args.items():
             if name not in known:
-                close = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {close[0]!r}?" if close else f"want one of {', '.join(known)}"
-                raise EngineConfigError(f"engine_args.{name}: the synthetic engine has no such option; {hint}")
+                hint = suggest(name, known) or f"want one of {', '.join(known)}"
+                raise EngineConfigError(f"engine_args.{name}: unknown; {hint}")
             values[name] = _convert(name, value, known[name].default)
         options = cls(**values)
         options._check()

@@ -24,14 +24,14 @@ _CONFIG_CLASSES = {"kv_transfer_config": KVTransferConfig, "ec_transfer_config":
 def check_arguments(stage: Stage) -> None:
     """Check names of `engine_args` and `default_sampling_params`. Raises EngineConfigError with a did-you-mean."""
     if not stage.model:
-        raise EngineConfigError(f"stage {stage.name}: model: is missing; want a folder or a name that vLLM can load")
+        raise EngineConfigError("model: is missing; want a folder or a name that vLLM can load")
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     for name in stage.engine_args:
         if name in _OURS:
-            raise EngineConfigError(f"stage {stage.name}: engine_args.{name}: is set by the mesh itself")
+            raise EngineConfigError(f"engine_args.{name}: is set by the mesh itself")
         if name not in known:
             hint = suggest(name, known) or "see `vllm serve --help`"
-            raise EngineConfigError(f"stage {stage.name}: engine_args.{name}: vLLM has no such argument; {hint}")
+            raise EngineConfigError(f"engine_args.{name}: unknown; {hint}")
     check_defaults(stage)
 
 
@@ -90,4 +90,4 @@ def _made(stage: Stage, name: str, kind: Any, arguments: Mapping[str, Any]) -> A
         return kind(**arguments)
     except (TypeError, ValueError) as error:
         where = f"engine_args.{name}" if name else "engine_args"
-        raise EngineConfigError(f"stage {stage.name}: {where}: {error}") from error
+        raise EngineConfigError(f"{where}: {error}") from error

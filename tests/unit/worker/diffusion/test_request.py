@@ -128,7 +128,7 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(values: dict[str, Any],
 
 
 def test_an_unknown_argument_gets_a_suggestion() -> None:
-    assert "did you mean 'clip_skip'?" in refusal(extra={"clip_skp": 1}).message
+    assert "did you mean clip_skip?" in refusal(extra={"clip_skp": 1}).message
 
 
 def test_timesteps_replace_the_stages_own_number_of_steps() -> None:

@@ -44,11 +44,11 @@ def test_the_batch_size_of_the_runtime_section_counts_unless_the_engine_says_ano
     [
         (
             {"default_sampling_params": {"num_inference_steps": 0}},
-            r"stages\[1\]\.default_sampling_params\.num_inference_steps: 0: must be at least 1",
+            r"default_sampling_params\.num_inference_steps: 0: must be at least 1",
         ),
         (
             {"default_sampling_params": {"num_inference_steps": "many"}},
-            r"stages\[1\]\.default_sampling_params\.num_inference_steps: 'many': ",
+            r"default_sampling_params\.num_inference_steps: 'many': ",
         ),
         (
             {"default_sampling_params": {"num_frames": 8}},
@@ -56,17 +56,17 @@ def test_the_batch_size_of_the_runtime_section_counts_unless_the_engine_says_ano
         ),
         (
             {"default_sampling_params": {"clip_skp": 8}},
-            r"default_sampling_params\.extra\.clip_skp: .*did you mean 'clip_skip'",
+            r"default_sampling_params\.extra\.clip_skp: .*did you mean clip_skip",
         ),
         (
             {"engine_args": {"diffusers_call_kwargs": {"clip_skp": 1}}},
-            r"stages\[1\]\.engine_args\.diffusers_call_kwargs\.clip_skp: 1: .*did you mean 'clip_skip'",
+            r"engine_args\.diffusers_call_kwargs\.clip_skp: 1: .*did you mean clip_skip",
         ),
         (
             {"engine_args": {"diffusers_call_kwargs": {"generator": 1}}},
             "generator: 1: the engine sets this argument itself",
         ),
-        ({"engine_args": {"max_num_seq": 1}}, r"stages\[1\]\.engine_args\.max_num_seq: .*did you mean 'max_num_seqs'"),
+        ({"engine_args": {"max_num_seq": 1}}, r"engine_args\.max_num_seq: .*did you mean max_num_seqs"),
     ],
 )
 def test_what_no_request_could_run_with_is_named(changes: dict[str, Any], says: str) -> None:
