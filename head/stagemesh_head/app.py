@@ -18,10 +18,12 @@ import grpc
 
 from stagemesh.config import Pipeline
 from stagemesh.rpc.health import Health
+from stagemesh.rpc.security import Security
 from stagemesh.rpc.server import bind, create_server
 from stagemesh.v1 import admin_pb2_grpc as admin_rpc
 from stagemesh.v1 import registry_pb2_grpc as registry_rpc
 from stagemesh_head.gateway import Gateway
+from stagemesh_head.metrics import HeadMetrics
 from stagemesh_head.orchestration.recovery import RecoveryLimits
 from stagemesh_head.registry.registry import Registry
 from stagemesh_head.registry.settings import RegistrySettings
@@ -49,6 +51,8 @@ class HeadSettings:
     """Another host:port for nodes; None: the same."""
     ready_file: Path | None = None
     """Gets one line, host:port of `listen`, once the head serves."""
+    metrics_listen: str | None = None
+    """host:port of a Prometheus endpoint; None: no metrics."""
     drain_timeout_s: float = 30.0
     """Time that requests in flight have when the head is told to stop."""
     call_methods: tuple[str, ...] = ()
@@ -75,6 +79,8 @@ class Head:
             target=lambda pipeline, stage: self.registry.machine.state.stages[StageKey(pipeline, stage)].target,
         )
         self._servers: list[tuple[grpc.aio.Server, Health]] = []
+        self._metrics = HeadMetrics(pipelines, self.registry, self.gateway) if settings.metrics_listen else None
+        self._lag_watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin to serve.
@@ -98,6 +104,10 @@ class Head:
             server = create_server()
             registry_rpc.add_RegistryServiceServicer_to_server(RegistryServicer(self.registry), server)
             await self._serve(server, REGISTRY_SERVICES, self.settings.registry_listen)
+        if self._metrics is not None and self.settings.metrics_listen is not None:
+            Security.from_environment().check_bind(self.settings.metrics_listen.rpartition(":")[0])
+            log.info("serving metrics on port %d", self._metrics.serve(self.settings.metrics_listen))
+            self._lag_watch = asyncio.create_task(self._metrics.watch_lag(), name="event loop lag")
         if self.settings.ready_file is not None:
             write_ready_file(self.settings.ready_file, self.address)
 
@@ -122,6 +132,9 @@ class Head:
 
     async def stop(self) -> None:
         """Stop serving, at once for what still runs."""
+        if self._metrics is not None and self._lag_watch is not None:
+            self._lag_watch.cancel()
+            self._metrics.close()
         await self.registry.close()
         await self.gateway.stop()
         for server, _ in self._servers:

@@ -37,6 +37,12 @@ def head(
             metavar="HOST:PORT", help="Another address for nodes; else the same.", rich_help_panel="Addresses"
         ),
     ] = None,
+    metrics_listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Serve Prometheus metrics at /metrics here.", rich_help_panel="Addresses"
+        ),
+    ] = None,
     ready_file: Annotated[
         Path | None,
         typer.Option(metavar="PATH", help="Written with HOST:PORT once the head serves.", rich_help_panel="Addresses"),
@@ -113,6 +119,7 @@ def head(
         settings = HeadSettings(
             listen=listen,
             registry_listen=registry_listen,
+            metrics_listen=metrics_listen,
             ready_file=ready_file,
             drain_timeout_s=drain_timeout,
             call_methods=tuple(call_method or ()),

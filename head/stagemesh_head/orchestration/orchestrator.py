@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 
 from stagemesh.config import Pipeline
@@ -35,7 +35,7 @@ class Orchestrator:
     def __init__(self, pipelines: Iterable[Pipeline], pools: Pools, *, recovery: RecoveryLimits | None = None) -> None:
         """Raises ValueError when a pipeline's default sampling parameters are wrong."""
         self._planners = {pipeline.name: Planner(pipeline) for pipeline in pipelines}
-        self._admissions = {
+        self.admissions = {
             name: Admission(
                 name,
                 max_running=planner.pipeline.limits.max_inflight,
@@ -45,6 +45,8 @@ class Orchestrator:
         }
         self._pools = pools
         self._around = Surroundings(pools, Pacer(), recovery or RecoveryLimits())
+        self.on_ended: Callable[[RequestRun], None] | None = None
+        """Called with every request that was admitted and whose stream has its end."""
         self._runs: dict[str, RequestRun] = {}
         self._unadmitted: dict[str, object] = {}
         self._refuses: MeshError | None = None
@@ -81,7 +83,7 @@ class Orchestrator:
         left = planner.pipeline.limits.request_timeout if time_left_s is None else time_left_s
         deadline = None if left is None else monotonic() + left
         run = RequestRun(plan, self._around, deadline=deadline, ended=self._ended)
-        admission = self._admissions[planner.pipeline.name]
+        admission = self.admissions[planner.pipeline.name]
 
         def admitted() -> None:
             self._unadmitted.pop(plan.request_id, None)
@@ -117,9 +119,11 @@ class Orchestrator:
         run.stop(StopCause.CLIENT_LEFT)
 
     def _ended(self, run: RequestRun) -> None:
+        if self.on_ended is not None:
+            self.on_ended(run)
         name = run.plan.request_id
         del self._runs[name]
-        admission = self._admissions[run.plan.pipeline.name]
+        admission = self.admissions[run.plan.pipeline.name]
         waited = self._unadmitted.pop(name, None)
         if waited is None:
             admission.leave()

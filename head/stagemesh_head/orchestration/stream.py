@@ -112,6 +112,14 @@ class ClientStream:
         self._end, self._error = finished, error
         self._wake()
 
+    @property
+    def outcome(self) -> str:
+        """How it ended, in one word for statistics: a finish reason, an error's reason, or `left`."""
+        if self._end is not None:
+            word = frame_pb.FinishReason.Name(self._end.finish_reason).removeprefix("FINISH_REASON_")
+            return word.lower()
+        return self._error.reason.value.lower() if self._error is not None else "left"
+
     # -- emptying ---------------------------------------------------------------
     async def next(self) -> list[inference_pb.GenerateResponse]:
         """The next responses; empty at the end.
