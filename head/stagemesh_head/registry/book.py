@@ -122,7 +122,7 @@ class Book:
         replica.drain_reason, replica.drain_grace_s = reason, 0.0
         self.send_revocation(replica, node)
         if replica.reported is not ReplicaState.FAILED:
-            node.leftovers[replica.key, replica.incarnation] = Leftover(replica.device_ids, node.sequence)
+            node.leftovers[replica.key, replica.incarnation] = Leftover(replica.device_ids, now, node.sequence)
         self.remove(replica, reason, now, is_final=True)
 
     # -- events -------------------------------------------------------------

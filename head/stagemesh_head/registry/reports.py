@@ -64,6 +64,8 @@ def take_reports(book: Book, node: Node, reports: Sequence[replica_pb.ReplicaRep
         name = (key, ref.incarnation)
         if report.state != replica_pb.REPLICA_STATE_GONE:
             alive.add(name)
+        elif name not in book.state.gone and node.leftovers.pop((key, ""), None) is not None:
+            book.has_room_news = True  # it had been started, and now is stopped
         if name in node.leftovers:
             continue
         replica = node.replicas.get(key)
@@ -75,17 +77,19 @@ def take_reports(book: Book, node: Node, reports: Sequence[replica_pb.ReplicaRep
     for key, replica in list(node.replicas.items()):
         if key not in seen and replica.incarnation:
             book.remove(replica, "its node no longer has it", now, is_final=True)
-    for name in [name for name in node.leftovers if name not in alive and _has_stopped(node, name)]:
+    for name in [name for name in node.leftovers if name not in alive and _has_stopped(book, node, name, now)]:
         del node.leftovers[name]
         book.has_room_news = True
 
 
-def _has_stopped(node: Node, name: tuple[ReplicaKey, str]) -> bool:
+def _has_stopped(book: Book, node: Node, name: tuple[ReplicaKey, str], now: float) -> bool:
     """Whether a leftover that is not reported is over.
 
-    One that was told to stop before it was ever reported may be missing in a heartbeat that was under way.
+    One that was told to stop before it was ever reported may be missing in heartbeats that were under way then.
     """
-    return bool(name[1]) or node.sequence >= node.leftovers[name].at_sequence + 2
+    leftover = node.leftovers[name]
+    is_old = now - leftover.at >= book.settings.heartbeat_interval_s
+    return bool(name[1]) or (is_old and node.sequence >= leftover.at_sequence + 2)
 
 
 def _is_of_its_slot(book: Book, replica: Replica, incarnation: str) -> bool:
@@ -133,7 +137,7 @@ def _claim(book: Book, node: Node, key: ReplicaKey, report: replica_pb.ReplicaRe
     """
     refusal = _why_not(book, node, key, report, now)
     if refusal is not None:
-        _turn_away(book, node, key, report, refusal)
+        _turn_away(book, node, key, report, refusal, now)
         return False
     entry = book.state.stages[stage_of(key)]
     book.state.gone.pop((key, report.replica.incarnation), None)
@@ -191,11 +195,13 @@ def _device_conflict(book: Book, node: Node, key: ReplicaKey, device_ids: Sequen
     return None
 
 
-def _turn_away(book: Book, node: Node, key: ReplicaKey, report: replica_pb.ReplicaReport, reason: str) -> None:
+def _turn_away(
+    book: Book, node: Node, key: ReplicaKey, report: replica_pb.ReplicaReport, reason: str, now: float
+) -> None:
     incarnation = report.replica.incarnation
     # A FAILED one has no process, hence no devices.
     is_over = report.state == replica_pb.REPLICA_STATE_FAILED
-    node.leftovers[key, incarnation] = Leftover(() if is_over else tuple(report.device_ids), node.sequence)
+    node.leftovers[key, incarnation] = Leftover(() if is_over else tuple(report.device_ids), now, node.sequence)
     node.leftovers.pop((key, ""), None)
     grace_s = book.settings.drain_grace_s if report.state == replica_pb.REPLICA_STATE_READY else 0.0
     if node.session is not None:

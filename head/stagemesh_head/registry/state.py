@@ -98,8 +98,10 @@ class Leftover:
     """What a replica without a slot still holds."""
 
     device_ids: tuple[str, ...]
+    at: float
+    """When the node was told to stop it."""
     at_sequence: int
-    """Heartbeat of the node before it was told to stop it."""
+    """The node's last heartbeat before that."""
 
 
 @dataclass(slots=True)
