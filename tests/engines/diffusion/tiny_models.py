@@ -23,8 +23,6 @@ from diffusers import (
     UNet3DConditionModel,
 )
 from diffusers.utils import convert_state_dict_to_diffusers
-from peft import LoraConfig
-from peft.utils import get_peft_model_state_dict
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,!?'-"
@@ -195,6 +193,9 @@ def make_video_pipeline(folder: Path) -> Path:
 
 def make_lora(pipeline_folder: Path, folder: Path) -> Path:
     """A LoRA adapter of the image pipeline's UNet that changes the picture a lot."""
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
     pipe = StableDiffusionPipeline.from_pretrained(pipeline_folder, local_files_only=True)
     pipe.unet.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False))
     layers = convert_state_dict_to_diffusers(get_peft_model_state_dict(pipe.unet))
