@@ -22,6 +22,7 @@ from stagemesh.rpc.security import Security
 from stagemesh.rpc.server import bind, create_server
 from stagemesh.v1 import admin_pb2_grpc as admin_rpc
 from stagemesh.v1 import registry_pb2_grpc as registry_rpc
+from stagemesh_head.follower import Follower
 from stagemesh_head.gateway import Gateway
 from stagemesh_head.metrics import HeadMetrics
 from stagemesh_head.orchestration.recovery import RecoveryLimits
@@ -143,25 +144,102 @@ class Head:
             self.settings.ready_file.unlink(missing_ok=True)
 
 
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """What an operator may set about a gateway."""
+
+    head: str
+    listen: str = "127.0.0.1:8480"
+    ready_file: Path | None = None
+    drain_timeout_s: float = 30.0
+    shares_port: bool = False
+    """Other processes listen on the same port; the kernel spreads connections over them."""
+    recovery: RecoveryLimits = field(default_factory=RecoveryLimits)
+
+
+class StandaloneGateway:
+    """A gateway in a process of its own: it follows a head and serves clients, also while the head is away."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.settings = settings
+        self._follower = Follower(settings.head)
+        self._gateway: Gateway | None = None
+        self._server: grpc.aio.Server | None = None
+        self._health: Health | None = None
+
+    async def start(self) -> None:
+        """Follow the head, then serve. Raises as `Head.start`."""
+        await self._follower.start()
+        gateway = self._gateway = Gateway(
+            self._follower.pipelines,
+            self._follower,
+            self._follower.header,
+            recovery=self.settings.recovery,
+            link_epoch=self._follower.epoch,
+        )
+        gateway.start()
+        self._server = create_server(options=[("grpc.so_reuseport", int(self.settings.shares_port))])
+        gateway.add_to(self._server)
+        self._health = Health(self._server, CLIENT_SERVICES[:1])
+        port = bind(self._server, self.settings.listen)
+        await self._server.start()
+        await self._health.set_alive(True)
+        await self._health.set_ready(True)
+        address = f"{self.settings.listen.rpartition(':')[0]}:{port}"
+        log.info("gateway of %s serving on %s", self.settings.head, address)
+        if self.settings.ready_file is not None:
+            write_ready_file(self.settings.ready_file, address)
+
+    async def drain(self) -> None:
+        """As `Head.drain`."""
+        if self._health is not None and self._gateway is not None:
+            await self._health.set_ready(False)
+            await self._gateway.drain(self.settings.drain_timeout_s)
+
+    async def stop(self) -> None:
+        """Stop serving, at once for what still runs."""
+        await self._follower.stop()
+        if self._gateway is not None:
+            await self._gateway.stop()
+        if self._server is not None:
+            await self._server.stop(STOP_GRACE_S)
+
+
+async def serve_gateway(settings: GatewaySettings) -> None:
+    """Run a gateway until it is told to stop, as `serve` does a head."""
+    await _run_until_told(StandaloneGateway(settings), settings.drain_timeout_s)
+
+
 async def serve(pipelines: Sequence[Pipeline], settings: HeadSettings) -> None:
     """Run a head until it is told to stop: SIGTERM or SIGINT drain it, a second one stops it at once."""
+    await _run_until_told(Head(pipelines, settings), settings.drain_timeout_s)
+
+
+async def _run_until_told(process: Head | StandaloneGateway, drain_timeout_s: float) -> None:
     signals = asyncio.Queue[str]()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number.name)
-    head = Head(pipelines, settings)
+    told = asyncio.create_task(signals.get(), name="first signal")
+    starting = asyncio.create_task(process.start(), name="start")
     try:
-        await head.start()
-        name = await signals.get()
-        log.info("%s: draining for up to %g s; a second signal stops at once", name, settings.drain_timeout_s)
-        draining = asyncio.create_task(head.drain(), name="drain")
-        second = asyncio.create_task(signals.get(), name="second signal")
-        await asyncio.wait({draining, second}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (draining, second):
-            task.cancel()
-        await asyncio.gather(draining, second, return_exceptions=True)
+        # A gateway whose head has not come yet is still starting: it must heed a signal as well.
+        await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            await starting
+            name = await told
+            log.info("%s: draining for up to %g s; a second signal stops at once", name, drain_timeout_s)
+            draining = asyncio.create_task(process.drain(), name="drain")
+            second = asyncio.create_task(signals.get(), name="second signal")
+            await asyncio.wait({draining, second}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (draining, second):
+                task.cancel()
+            await asyncio.gather(draining, second, return_exceptions=True)
     finally:
-        await head.stop()
+        for task in (starting, told):
+            task.cancel()
+        await asyncio.gather(starting, told, return_exceptions=True)
+        await process.stop()
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:

@@ -17,6 +17,7 @@ from stagemesh.cli.security import with_security
 def register(app: typer.Typer) -> None:
     """Add the command to the `stagemesh` app."""
     app.command("head")(head)
+    app.command("gateway")(gateway)
 
 
 @with_security(serves=True)
@@ -136,6 +137,48 @@ def head(
     except OSError as error:
         if error.filename is not None:
             raise
+        raise typer.BadParameter(str(error), param_hint="--listen") from error
+
+
+
+@with_security(serves=True)
+def gateway(
+    head: Annotated[str, typer.Option(metavar="HOST:PORT", help="The head to follow.")] = DEFAULT_HEAD,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where clients find it; port 0 picks one.")
+    ] = "127.0.0.1:8480",
+    processes: Annotated[
+        int, typer.Option(min=1, max=64, metavar="N", help="Processes that share the port, one a core.")
+    ] = 1,
+    ready_file: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Written with HOST:PORT once it serves.")
+    ] = None,
+    drain_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Time that running requests have at the end.")
+    ] = 30.0,
+    shares_port: Annotated[bool, typer.Option("--shares-port", hidden=True)] = False,
+    log_level: Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Serve clients beside a head: scale out over cores and machines, and go on while the head is restarted.
+
+      [bold]stagemesh gateway[/] --head 10.0.0.1:8470 --listen 10.0.0.1:8480 --processes 4
+
+    It follows the head's registry and keeps its last view while the head is away.
+    """
+    from stagemesh_head.app import GatewaySettings, run, serve_gateway
+    from stagemesh_head.processes import run_sharing_a_port
+
+    _log_to_stderr(log_level)
+    if processes > 1:
+        raise typer.Exit(run_sharing_a_port(head, listen, processes, drain_timeout, ready_file, log_level))
+    settings = GatewaySettings(
+        head=head, listen=listen, ready_file=ready_file, drain_timeout_s=drain_timeout, shares_port=shares_port
+    )
+    try:
+        run(serve_gateway(settings))
+    except ValueError as error:
+        raise _told(error) from error
+    except OSError as error:
         raise typer.BadParameter(str(error), param_hint="--listen") from error
 
 

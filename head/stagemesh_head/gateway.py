@@ -31,16 +31,18 @@ class Gateway:
         recovery: RecoveryLimits | None = None,
         call_methods: Sequence[str] = (),
         target: Callable[[str, str], int] | None = None,
+        link_epoch: str = "",
     ) -> None:
         """Args:
             call_methods: control methods that the operator allows beyond the usual ones.
+            link_epoch: what replicas tell this process's links by; the head's epoch when empty.
             target: how many replicas a (pipeline, stage) should have; the pipeline file's number when None.
 
         Raises:
             ValueError: a pipeline names a policy that there is not, or default parameters that are wrong.
         """
         self.pools = Pools(pipelines)
-        self.links = LinkManager(membership, header().head_epoch, self.pools.replica_changed)
+        self.links = LinkManager(membership, link_epoch or header().head_epoch, self.pools.replica_changed)
         self.orchestrator = Orchestrator(pipelines, self.pools, recovery=recovery)
         self.calls = StageCalls(self.links, call_methods)
         self._servicer = InferenceServicer(self.orchestrator, Catalogue(pipelines, self.pools, target), header)

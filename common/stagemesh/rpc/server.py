@@ -35,7 +35,8 @@ def create_server(
     """
     security = security or Security.from_environment()
     interceptors = [_RoleCheck(TokenBook(security.tokens), extra_roles)] if security.tokens is not None else []
-    return grpc.aio.server(interceptors=interceptors, options=[*SERVER_OPTIONS, *options])
+    # By name, since of two values for one argument gRPC takes the first.
+    return grpc.aio.server(interceptors=interceptors, options=list(dict([*SERVER_OPTIONS, *options]).items()))
 
 
 def bind(server: grpc.aio.Server, address: str, security: Security | None = None) -> int:

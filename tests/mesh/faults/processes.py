@@ -99,7 +99,7 @@ class Processes:
     def start_head(self, *arguments: str, wait: bool = True) -> Process:
         """Start the head; again at the same address after the first time."""
         ready = self.folder / f"head-{len(self._started)}"
-        process = self._start(
+        process = self.start(
             "stagemesh_head", str(self.pipeline), "--listen", self.address, "--ready-file", str(ready), *arguments
         )
         if wait:
@@ -109,9 +109,9 @@ class Processes:
         return process
 
     def start_worker(self, node_id: str, *arguments: str) -> Process:
-        return self._start("stagemesh_worker", "--head", self.address, "--node-id", node_id, *arguments)
+        return self.start("stagemesh_worker", "--head", self.address, "--node-id", node_id, *arguments)
 
-    def _start(self, module: str, *arguments: str) -> Process:
+    def start(self, module: str, *arguments: str) -> Process:
         process = Process([module, *arguments], self.environment)
         self._started.append(process)
         return process

@@ -1,0 +1,61 @@
+"""Several gateway processes on one port (SO_REUSEPORT): the kernel spreads clients' connections over them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+
+def run_sharing_a_port(
+    head: str, listen: str, count: int, drain_timeout_s: float, ready_file: Path | None, log_level: str
+) -> int:
+    """Run `count` gateways until they are told to stop; returns the worst exit status.
+
+    Signals are passed on. A process that ends by itself takes the others with it: who started this starts it again.
+    """
+    host, _, port = listen.rpartition(":")
+    # Held open, so that a port picked here stays this command's until the processes have it.
+    with _reserve(host, int(port)) as placeholder:
+        address = f"{host}:{placeholder.getsockname()[1]}"
+        command = [
+            sys.executable, "-m", "stagemesh.cli.main", "gateway", "--head", head, "--listen", address, "--shares-port",
+            "--drain-timeout", str(drain_timeout_s), "--log-level", log_level,
+        ]  # fmt: skip
+        children = []
+        for number in range(count):
+            # One ready file is enough: it says that there is a port to dial.
+            ready = ["--ready-file", str(ready_file)] if ready_file is not None and number == 0 else []
+            children.append(subprocess.Popen([*command, *ready], preexec_fn=_die_with_parent))
+        told = threading.Event()
+
+        def pass_on(number: int, _frame: object) -> None:
+            told.set()
+            for child in children:
+                if child.poll() is None:
+                    child.send_signal(number)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, pass_on)
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        if not told.is_set():
+            pass_on(signal.SIGTERM, None)
+        return max(abs(child.wait()) for child in children)
+
+
+def _reserve(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    placeholder = socket.socket(family, socket.SOCK_STREAM)
+    placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    placeholder.bind((host.strip("[]"), port))
+    return placeholder
+
+
+def _die_with_parent() -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
