@@ -214,6 +214,8 @@ class AdminServicer(admin_rpc.AdminServiceServicer):
             await MeshError(Reason.OVERLOADED, f"{MAX_WATCHERS} watches are open already").abort(context)
         self._watchers += 1
         try:
+            # The caller learns that the watch has begun, though nothing may happen for long.
+            await context.send_initial_metadata(())
             async for event in self._registry.events.watch(request.after_number, include_past=request.include_past):
                 yield admin_pb.WatchEventsResponse(header=self._registry.header(), event=event)
         except MeshError as error:

@@ -19,6 +19,8 @@ from stagemesh_head.registry.session import Session
 log = logging.getLogger(__name__)
 
 MAX_WATCHERS = 1_000
+END_OR_BREAK_S = 0.25
+"""How long a session's end is looked at before it counts as meant."""
 
 
 class RegistryServicer(registry_rpc.RegistryServiceServicer):
@@ -82,6 +84,8 @@ class RegistryServicer(registry_rpc.RegistryServiceServicer):
         self._registry.receive(session, first)
         async for message in iterator:
             self._registry.receive(session, message)
+        # A call that broke ends the same way, and is cancelled a moment later; so is this task, then.
+        await asyncio.sleep(END_OR_BREAK_S)
         self._registry.session_ended(session, "it ended its session", on_purpose=True)
 
     async def WatchReplicas(

@@ -1,175 +1,185 @@
-"""The registry behind its real gRPC services."""
+"""RegistryService over a wire: sessions, hostile peers, followers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import pytest
-from registry_harness import World, pipeline, stage
+from registry_harness import World
+from served_registry import DEADLINE_S, RealNode, Served, serve
 
 from stagemesh.rpc.errors import MeshError, Reason
-from stagemesh.rpc.options import open_channel
-from stagemesh.rpc.server import bind, create_server
 from stagemesh.v1 import admin_pb2 as admin_pb
-from stagemesh.v1 import admin_pb2_grpc as admin_rpc
 from stagemesh.v1 import registry_pb2 as registry_pb
-from stagemesh.v1 import registry_pb2_grpc as registry_rpc
-from stagemesh_head.registry.registry import Registry
-from stagemesh_head.registry.rows import ReplicaKey, ReplicaState
-from stagemesh_head.registry.settings import RegistrySettings
-from stagemesh_head.services.admin import AdminServicer
-from stagemesh_head.services.registry import RegistryServicer
+from stagemesh_head.registry.rows import ReplicaKey, ReplicaRow, ReplicaState
 
-DEADLINE_S = 10.0
+WRITER = ReplicaKey("shapes", "writer", 0)
 
 
-class NoRequests:
-    """A head without requests."""
-
-    def requests(self, pipeline: str) -> Iterable[admin_pb.RequestInfo]:
-        return ()
-
-    def inflight(self, key: ReplicaKey) -> int:
-        return 0
-
-
-class Recorder:
-    """A caller that notes what it is asked."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, list[str], str, list[Any], dict[str, Any]]] = []
-
-    async def call(
-        self,
-        pipeline: str,
-        stages: Sequence[str],
-        method: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        timeout_s: float,
-    ) -> list[admin_pb.ReplicaCallResult]:
-        self.calls.append((pipeline, list(stages), method, list(args), dict(kwargs)))
-        return []
-
-
-@dataclass
-class Served:
-    """A registry on a port."""
-
-    registry: Registry
-    caller: Recorder
-    channel: grpc.aio.Channel
-
-    @property
-    def join(self) -> Any:
-        return registry_rpc.RegistryServiceStub(self.channel).Join
-
-    @property
-    def watch(self) -> Any:
-        return registry_rpc.RegistryServiceStub(self.channel).WatchReplicas
-
-    @property
-    def admin(self) -> Any:
-        return admin_rpc.AdminServiceStub(self.channel)
-
-
-@asynccontextmanager
-async def serve(**settings: Any) -> AsyncIterator[Served]:
-    registry = Registry(
-        [pipeline(stage("writer", shared_devices=True), stage("painter", 2))], RegistrySettings(**settings)
-    )
-    caller = Recorder()
-    server = create_server()
-    registry_rpc.add_RegistryServiceServicer_to_server(RegistryServicer(registry), server)
-    admin_rpc.add_AdminServiceServicer_to_server(AdminServicer(registry, NoRequests(), caller), server)
-    port = bind(server, "127.0.0.1:0")
-    await server.start()
-    registry.start()
-    try:
-        async with open_channel(f"127.0.0.1:{port}") as channel:
-            yield Served(registry, caller, channel)
-    finally:
-        await registry.close()
-        await server.stop(1.0)
-
-
-class RealNode:
-    """A harness node whose messages cross a wire."""
-
-    def __init__(self, served: Served, node_id: str, devices: int = 2, **hello: Any) -> None:
-        self.served = served
-        self.fake = World(*served.registry.pipelines).node(node_id, devices, **hello)
-        self.call: Any = None
-
-    async def join(self) -> RealNode:
-        self.call = self.served.join(timeout=60)
-        await self.send(hello=self.fake.hello_message())
-        message = await self.read()
-        assert message.HasField("welcome")
-        return self
-
-    async def send(self, **message: Any) -> None:
-        await asyncio.wait_for(self.call.write(registry_pb.JoinRequest(**message)), DEADLINE_S)
-
-    async def read(self) -> registry_pb.JoinResponse:
-        message = await asyncio.wait_for(self.call.read(), DEADLINE_S)
-        if message is grpc.aio.EOF:
-            raise await self.error()
-        self.fake.receive(message)
-        return message
-
-    async def error(self) -> MeshError:
-        status, trailers = await self.call.code(), await self.call.trailing_metadata()
-        return MeshError.from_rpc_error(
-            grpc.aio.AioRpcError(status, await self.call.initial_metadata(), trailers, await self.call.details())
-        )
-
-    async def beat(self, state: ReplicaState) -> None:
-        self.fake.set(state)
-        self.fake.sequence += 1
-        await self.send(
-            heartbeat=registry_pb.Heartbeat(
-                sequence=self.fake.sequence,
-                incarnation=self.fake.incarnation,
-                replicas=list(self.fake.running.values()),
-            )
-        )
-        while not (await self.read()).HasField("heartbeat_ack"):
+async def end_of(call: Any) -> MeshError:
+    """How a call ends."""
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        while await asyncio.wait_for(call.read(), DEADLINE_S) is not grpc.aio.EOF:
             pass
+        await call
+    return MeshError.from_rpc_error(ended.value)
 
 
-async def test_join_assign_ready_and_list() -> None:
+async def state_becomes(served: Served, key: ReplicaKey, wanted: ReplicaState | None) -> None:
+    """Wait until a row has a state; None: until it is no more."""
+    reached = asyncio.Event()
+
+    def look(changed: ReplicaKey, row: ReplicaRow | None) -> None:
+        if changed == key and (row.state if row is not None else None) is wanted:
+            reached.set()
+
+    unsubscribe = served.registry.subscribe(look)
+    rows = {row.key: row.state for row in served.registry.rows()}
+    if rows.get(key) is wanted:
+        reached.set()
+    await asyncio.wait_for(reached.wait(), DEADLINE_S)
+    unsubscribe()
+
+
+async def ready_node(served: Served, node_id: str = "a") -> RealNode:
+    """A node whose three replicas are READY."""
+    node = await RealNode(served, node_id).join()
+    for _ in range(3):
+        assert (await node.read()).HasField("assignment")
+    await node.beat(ReplicaState.READY)
+    return node
+
+
+# -- sessions -----------------------------------------------------------------
+async def test_a_node_joins_over_the_wire_and_is_told_what_to_run() -> None:
     async with serve() as served:
-        node = await RealNode(served, "a").join()
-        for _ in range(3):
-            assert (await node.read()).HasField("assignment")
-        await node.beat(ReplicaState.READY)
-        nodes = await served.admin.ListNodes(admin_pb.ListNodesRequest(), timeout=DEADLINE_S)
-        assert [info.node_id for info in nodes.nodes] == ["a"]
-        replicas = await served.admin.ListReplicas(admin_pb.ListReplicasRequest(), timeout=DEADLINE_S)
-        assert [(r.report.replica.stage, r.report.replica.replica_id, r.state) for r in replicas.replicas] == [
-            ("painter", 0, ReplicaState.READY.value),
-            ("painter", 1, ReplicaState.READY.value),
-            ("writer", 0, ReplicaState.READY.value),
-        ]
-        assert not replicas.missing
+        node = await ready_node(served)
+        assert {row.state for row in served.registry.rows()} == {ReplicaState.READY}
+        welcome = node.fake.got("welcome")[0]
+        assert welcome.header.head_epoch == served.registry.head_epoch
+        assignment = node.fake.got("assignment")[0]
+        assert assignment.start_timeout.seconds == 300
+        assert [list(device.cores) for device in assignment.devices] == [[0]]
+        assert '"name":"writer"' in assignment.stage_config_json
 
 
 async def test_a_refused_node_reads_the_sentence() -> None:
     async with serve() as served:
         call = served.join(timeout=DEADLINE_S)
-        await call.write(
-            registry_pb.JoinRequest(hello=World(*served.registry.pipelines).node("b").hello_message(stages=["paintr"]))
-        )
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            while await call.read() is not grpc.aio.EOF:
-                pass
-            await call
-        error = MeshError.from_rpc_error(refused.value)
+        hello = World(*served.registry.pipelines).node("b").hello_message(stages=["paintr"])
+        await call.write(registry_pb.JoinRequest(hello=hello))
+        error = await end_of(call)
         assert error.reason is Reason.UNKNOWN_STAGE
         assert "did you mean painter?" in error.message
+        assert served.registry.events.counts["node.refused"] == 1
+
+
+async def test_a_node_that_tries_again_and_again_makes_one_event() -> None:
+    async with serve() as served:
+        for _ in range(5):
+            call = served.join(timeout=DEADLINE_S)
+            hello = World(*served.registry.pipelines).node("b").hello_message(software_version="9.0.0")
+            await call.write(registry_pb.JoinRequest(hello=hello))
+            assert (await end_of(call)).reason is Reason.VERSION_MISMATCH
+        assert served.registry.events.counts["node.refused"] == 1
+
+
+async def test_a_call_that_is_cut_makes_its_replicas_suspect_at_once_and_a_new_one_heals_them() -> None:
+    async with serve() as served:
+        node = await ready_node(served)
+        node.call.cancel()
+        await state_becomes(served, WRITER, ReplicaState.SUSPECT)
+        await node.join()
+        await state_becomes(served, WRITER, ReplicaState.READY)
+        assert len(node.fake.got("assignment")) == 3
+
+
+async def test_a_node_that_ends_its_stream_is_gone_at_once() -> None:
+    async with serve() as served:
+        node = await ready_node(served)
+        await node.call.done_writing()
+        await state_becomes(served, WRITER, None)
+        assert await node.call.code() is grpc.StatusCode.OK
+
+
+async def test_goodbye_ends_the_session_well() -> None:
+    async with serve() as served:
+        node = await ready_node(served)
+        await node.send(goodbye=registry_pb.Goodbye(reason="moving"))
+        await state_becomes(served, WRITER, None)
+        assert await node.call.code() is grpc.StatusCode.OK
+        nodes = await served.admin.ListNodes(admin_pb.ListNodesRequest(), timeout=DEADLINE_S)
+        assert nodes.nodes[0].state == admin_pb.NODE_STATE_GONE
+
+
+async def test_a_lease_that_runs_out_closes_the_session_with_join_again() -> None:
+    async with serve(heartbeat_interval_s=0.05, lease_s=0.2) as served:
+        node = await RealNode(served, "a").join()
+        error = await end_of(node.call)
+        assert error.reason is Reason.NODE_UNKNOWN and error.retryable
+
+
+async def test_a_heartbeat_in_a_new_session_means_join_again() -> None:
+    async with serve() as served:
+        call = served.join(timeout=DEADLINE_S)
+        await call.write(registry_pb.JoinRequest(heartbeat=registry_pb.Heartbeat(sequence=1, incarnation="x")))
+        assert (await end_of(call)).reason is Reason.NODE_UNKNOWN
+
+
+async def test_a_closing_head_sends_its_nodes_to_the_next() -> None:
+    async with serve() as served:
+        node = await ready_node(served)
+        await served.registry.close()
+        error = await end_of(node.call)
+        assert error.reason is Reason.UNREACHABLE and error.retryable
+
+
+# -- peers that mean no good ------------------------------------------------------
+async def test_silent_connections_are_closed_and_harm_nobody() -> None:
+    async with serve(hello_timeout_s=0.3) as served:
+        silent = [served.join(timeout=DEADLINE_S) for _ in range(500)]
+        node = await ready_node(served)
+        errors = await asyncio.gather(*(end_of(call) for call in silent))
+        assert {error.message for error in errors} == {"no hello within 0.3 s"}
+        await node.beat(ReplicaState.READY)
+        assert {row.state for row in served.registry.rows()} == {ReplicaState.READY}
+
+
+async def test_sessions_beyond_the_bound_are_refused() -> None:
+    async with serve(max_sessions=2) as served:
+        nodes = [await RealNode(served, name).join() for name in ("a", "b")]
+        call = served.join(timeout=DEADLINE_S)
+        assert (await end_of(call)).reason is Reason.OVERLOADED
+        await nodes[0].beat(ReplicaState.READY)
+
+
+@pytest.mark.parametrize("garbage", [b"\xff" * 64, b"\x0a\xff\xff\xff\xff\x0f", b"", b"\x12\x02\x08\x01"])
+async def test_garbage_ends_its_own_session_only(garbage: bytes) -> None:
+    async with serve() as served:
+        node = await ready_node(served)
+        for after_hello in (False, True):
+            raw = served.channel.stream_stream("/stagemesh.v1.RegistryService/Join")
+            call = raw(timeout=DEADLINE_S)
+            if after_hello:
+                hello = World(*served.registry.pipelines).node("b").hello_message()
+                await call.write(registry_pb.JoinRequest(hello=hello).SerializeToString())
+            await call.write(garbage)
+            assert (await end_of(call)).reason is not Reason.NODE_REFUSED
+        await node.beat(ReplicaState.READY)
+        assert {row.state for row in served.registry.rows() if row.node_id == "a"} == {ReplicaState.READY}
+
+
+async def test_a_report_without_an_endpoint_ends_the_session_with_the_fields_name() -> None:
+    async with serve() as served:
+        node = await ready_node(served)
+        for report in node.fake.running.values():
+            report.endpoint = ""
+        await node.send(
+            heartbeat=registry_pb.Heartbeat(
+                sequence=9, incarnation=node.fake.incarnation, replicas=list(node.fake.running.values())
+            )
+        )
+        error = await end_of(node.call)
+        assert error.metadata["field"] == "heartbeat.replicas[0].endpoint"
