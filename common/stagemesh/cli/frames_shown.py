@@ -155,12 +155,12 @@ def _harmless(text: str) -> str:
 def _work(stage: fr.StageFinished) -> str:
     usage = stage.usage
     counts = [
-        (usage.prompt_tokens, "prompt tokens"),
-        (usage.completion_tokens, "tokens"),
-        (usage.diffusion_steps, "steps"),
-        (usage.images, "pictures"),
+        (usage.prompt_tokens, "prompt token"),
+        (usage.completion_tokens, "token"),
+        (usage.diffusion_steps, "step"),
+        (usage.images, "picture"),
     ]
-    words = [f"{count} {unit}" for count, unit in counts if count]
+    words = [f"{count} {unit}{'s' * (count > 1)}" for count, unit in counts if count]
     if usage.completion_tokens and stage.timings.total_s:
         words.append(f"{usage.completion_tokens / stage.timings.total_s:.0f} tokens/s")
     if usage.audio_seconds:

@@ -152,9 +152,22 @@ def from_call(error: grpc.RpcError, address: str) -> StageMeshError:
     """The typed error behind a failed call to the head at `address`."""
     result = typed(MeshError.from_rpc_error(error))
     if isinstance(result, Unreachable):
-        # gRPC's own text speaks of sockets and file descriptors; people need the address.
-        result = Unreachable(_R.UNREACHABLE, f"no head answers at {address}", address=address, cause=result.message)
+        # gRPC's own text speaks of sockets and file descriptors; people need the address, and what to look at.
+        why = next((words for sign, words in _CAUSES.items() if sign in result.message), "")
+        result = Unreachable(
+            _R.UNREACHABLE, f"no head answers at {address}{why and ': '}{why}", address=address, cause=result.message
+        )
     return result
+
+
+_CAUSES = {
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not of an authority that this client trusts",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS",
+    "Peer name": "its certificate is for another name",
+    "Socket closed": "it closed the connection; it may want TLS, or a client certificate",
+    "lookup": "the name cannot be resolved",
+}
+"""What gRPC says -> what it means."""
 
 
 def invalid(field: str, value: object, problem: str) -> InvalidRequest:

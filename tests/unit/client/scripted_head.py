@@ -30,7 +30,7 @@ def fail(context: grpc.ServicerContext, error: MeshError) -> None:
 class ScriptedHead(inference_grpc.InferenceServiceServicer):
     """Plays `scripts` in order, the last one for ever; keeps what it was asked."""
 
-    def __init__(self, *scripts: Script, port: int = 0, admin: Any = None) -> None:
+    def __init__(self, *scripts: Script, port: int = 0, admin: Any = None, credentials: Any = None) -> None:
         self.scripts = list(scripts)
         self.requests: list[inference_pb.GenerateRequest] = []
         self.cancelled = threading.Event()
@@ -41,7 +41,12 @@ class ScriptedHead(inference_grpc.InferenceServiceServicer):
         self.admin = admin
         if admin is not None:
             admin_grpc.add_AdminServiceServicer_to_server(admin, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self.metadata: list[dict[str, Any]] = []
+        address = f"127.0.0.1:{port}"
+        if credentials is not None:
+            self.port = self._server.add_secure_port(address, credentials)
+        else:
+            self.port = self._server.add_insecure_port(address)
         self._server.start()
 
     @property
@@ -101,6 +106,7 @@ class ScriptedHead(inference_grpc.InferenceServiceServicer):
 
     def GetPipeline(self, request, context):  # type: ignore[no-untyped-def]
         self.asked_pipeline += 1
+        self.metadata.append(dict(context.invocation_metadata()))
         stages = [
             pipeline_pb.StageInfo(stage_id=0, name="writer", stage_type="llm", target_replicas=1, ready_replicas=1),
             pipeline_pb.StageInfo(
