@@ -28,6 +28,8 @@ from stagemesh_worker.node.supervisor import OnLine, Supervisor
 log = logging.getLogger(__name__)
 
 CONTRACT_VERSION = "1"
+QUIESCE_S = 1.0
+"""For the head to learn that the node drains, before its replicas refuse tasks."""
 END_S = 10.0
 """For the replicas to be gone over the drain's grace, and again when they are killed."""
 FAREWELL_S = 5.0
@@ -112,6 +114,9 @@ class NodeAgent:
             if linked.done():
                 # Its tasks' other ends are elsewhere: they are drained as on any other day.
                 self.stop("the head is given up")
+            # First the head sends no more tasks here, then the replicas take none: so none meets a closed door.
+            supervisor.close_doors()
+            await link.heard_out(QUIESCE_S)
             await self._drain(supervisor)
             await link.leave(self._reason)
             with contextlib.suppress(TimeoutError):

@@ -113,6 +113,13 @@ class HeadLink:
         finally:
             await channel.close()
 
+    async def heard_out(self, timeout_s: float) -> None:
+        """Wait until the head knows what there is to report now; for `timeout_s` seconds, and only if it is there."""
+        if self._joined_at is not None and self._session is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._session.heard_out()
+
     async def leave(self, reason: str) -> None:
         """Say Goodbye and end `run`."""
         self._farewell = reason

@@ -52,8 +52,18 @@ class Session:
         self._supervisor = supervisor
         self._events = events
         self._goodbye: str | None = None
+        self._sequence = self._answered = 0
+        self._answer = asyncio.Event()
         self._gone: dict[int, list[replica_pb.ReplicaReport]] = {}
         """Heartbeat -> replicas that it reported as GONE."""
+
+    async def heard_out(self) -> None:
+        """Wait until the head has answered a heartbeat that begins now: it knows all there is to know."""
+        wanted = self._sequence + 1
+        self._supervisor.changed.set()
+        while self._answered < wanted:
+            self._answer.clear()
+            await self._answer.wait()
 
     def leave(self, reason: str) -> None:
         """Say Goodbye and end. Nothing that comes later is reported."""
@@ -110,10 +120,11 @@ class Session:
 
     async def _renew(self, call: Any, lease: Lease) -> None:
         """Heartbeats: before the lease demands one, and at once when something changed."""
-        supervisor, sequence = self._supervisor, 0
+        supervisor = self._supervisor
         while self._goodbye is None:
             supervisor.changed.clear()
-            sequence += 1
+            self._sequence += 1
+            sequence = self._sequence
             reports = supervisor.reports()
             if gone := [report for report in reports if report.state == replica_pb.REPLICA_STATE_GONE]:
                 self._gone[sequence] = gone
@@ -154,6 +165,8 @@ class Session:
                 case "heartbeat_ack":
                     sequence = message.heartbeat_ack.sequence
                     lease.answered(sequence)
+                    self._answered = max(self._answered, sequence)
+                    self._answer.set()
                     for number in [number for number in self._gone if number <= sequence]:
                         self._supervisor.forget_gone(self._gone.pop(number))
                 case "assignment":

@@ -114,21 +114,24 @@ class Supervisor:
         slot.successor = None
         self._follow(slot, slot.life.revoke(grace_s, time.monotonic()))
 
+    def close_doors(self) -> None:
+        """Take nothing new, and have the head told; what runs goes on."""
+        self.draining = True
+        self.changed.set()
+
     def drain(self, grace_s: float) -> None:
         """End everything, running tasks within `grace_s` seconds; `empty` tells when it is done."""
-        self.draining = True
+        self.close_doors()
         for slot in list(self._slots.values()):
             slot.successor = None
             self._follow(slot, slot.life.revoke(grace_s, time.monotonic()))
-        self.changed.set()
 
     def hurry(self) -> None:
         """End everything at once."""
-        self.draining = True
+        self.close_doors()
         for slot in list(self._slots.values()):
             slot.successor = None
             self._follow(slot, slot.life.hurry(time.monotonic()))
-        self.changed.set()
 
     # ---------------------------------------------------------------- its own life
 
