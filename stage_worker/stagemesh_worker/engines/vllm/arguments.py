@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from vllm.config import ECTransferConfig, KVTransferConfig
@@ -25,6 +26,8 @@ def check_arguments(stage: Stage) -> None:
     """Check names of `engine_args` and `default_sampling_params`. Raises EngineConfigError with a did-you-mean."""
     if not stage.model:
         raise EngineConfigError("model: is missing; want a folder or a name that vLLM can load")
+    if Path(stage.model).is_absolute() and not Path(stage.model).exists():
+        raise EngineConfigError(f"stage {stage.name}: model: {stage.model}: there is no such folder on this node")
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     for name in stage.engine_args:
         if name in _OURS:

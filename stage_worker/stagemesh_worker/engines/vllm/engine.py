@@ -16,6 +16,7 @@ from stagemesh_worker.engines.base import DeviceSet, Engine, EngineConfigError, 
 log = logging.getLogger(__name__)
 
 DEATH_POLL_S = 0.5
+EXIT_CODE_POLLS = 10
 
 
 class VllmEngine(Engine):
@@ -34,6 +35,7 @@ class VllmEngine(Engine):
         self._record = LoadRecord()
         self._loras = LoraAdapters(stage.lora_modules)
         self._llm: Any = None
+        self._processes: list[Any] = []
         self._builder: Any = None
         self._stop_ids: frozenset[int] = frozenset()
         self._stopping = False
@@ -58,7 +60,9 @@ class VllmEngine(Engine):
         try:
             self._llm = launch(arguments, self._record.logger(), self.devices)
         except (TypeError, ValueError) as error:  # pydantic's are ValueErrors: a value that vLLM refuses
-            raise EngineConfigError(f"stage {self.stage.name}: {error}") from error
+            raise EngineConfigError(str(error)) from error
+        manager = self._llm.engine_core.resources.engine_manager
+        self._processes = list(manager.processes) if manager is not None else []
         self.max_concurrency = self._llm.vllm_config.scheduler_config.max_num_seqs
 
     async def start(self) -> None:
@@ -79,7 +83,7 @@ class VllmEngine(Engine):
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         from stagemesh_worker.engines.vllm.generation import Generation
-        from stagemesh_worker.engines.vllm.sampling import refused
+        from stagemesh_worker.engines.vllm.refusal import refused
         from stagemesh_worker.engines.vllm.streaming import StreamingGeneration
 
         lora = self._loras.of_task(task.submit)
@@ -106,9 +110,8 @@ class VllmEngine(Engine):
 
     async def died(self) -> str:
         """Wait until EngineCore has ended."""
-        manager = self._llm.engine_core.resources.engine_manager
         loop, gone = asyncio.get_running_loop(), asyncio.Event()
-        sentinels = list(manager.sentinels()) if manager is not None else []
+        sentinels = [process.sentinel for process in self._processes]
         for sentinel in sentinels:
             loop.add_reader(sentinel, gone.set)
         try:
@@ -121,6 +124,10 @@ class VllmEngine(Engine):
         finally:
             for sentinel in sentinels:
                 loop.remove_reader(sentinel)
+        for _ in range(EXIT_CODE_POLLS):
+            # Its pipe closes a moment before its exit code can be had.
+            if all(process.exitcode is None for process in self._processes):
+                await asyncio.sleep(0.05)
         return self._death()
 
     async def check_progress(self, timeout_s: float) -> None:
@@ -144,10 +151,9 @@ class VllmEngine(Engine):
         await asyncio.to_thread(self._llm.shutdown, timeout=0)
 
     def _death(self) -> str:
-        manager = self._llm.engine_core.resources.engine_manager if self._llm is not None else None
-        codes = manager.finished_procs() if manager is not None else {}
-        ends = ", ".join(f"{name} exited with code {code}" for name, code in codes.items())
-        return ends or "EngineCore is gone"
+        codes = {process.name: process.exitcode for process in self._processes}
+        ends = [f"{name} exited with code {code}" for name, code in codes.items() if code is not None]
+        return ", ".join(ends) or "EngineCore is gone"
 
 
 def _distribution() -> str:

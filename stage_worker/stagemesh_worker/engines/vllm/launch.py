@@ -12,8 +12,8 @@ from typing import Any
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from stagemesh.launch.parentage import die_with_parent
 from stagemesh_worker.engines.base import DeviceSet
-from stagemesh_worker.replica.environment import die_with_parent
 from stagemesh_worker.rundir import run_directory
 
 _launching = False

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf import json_format
-from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from stagemesh.config import Stage, suggest
-from stagemesh.rpc.errors import MeshError, Reason, invalid
+from stagemesh.rpc.errors import invalid
 from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh_worker.engines.base import EngineConfigError
+from stagemesh_worker.engines.vllm.refusal import refused
+from stagemesh_worker.engines.vllm.structured import structured_outputs
 
 _SCALARS = (
     "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
@@ -36,9 +37,7 @@ def check_defaults(stage: Stage) -> None:
     for name in stage.default_sampling_params:
         if name not in known:
             hint = suggest(name, known) or f"vLLM's are {', '.join(sorted(known))}"
-            raise EngineConfigError(
-                f"stage {stage.name}: default_sampling_params.{name}: vLLM has no such parameter; {hint}"
-            )
+            raise EngineConfigError(f"default_sampling_params.{name}: vLLM has no such parameter; {hint}")
 
 
 def sampling_params(params: sampling_pb.LlmSamplingParams, task: stage_pb.SubmitTask) -> SamplingParams:
@@ -56,7 +55,7 @@ def sampling_params(params: sampling_pb.LlmSamplingParams, task: stage_pb.Submit
     if params.logit_bias:
         values["logit_bias"] = dict(params.logit_bias)
     if params.HasField("structured_outputs"):
-        values["structured_outputs"] = _structured(params.structured_outputs)
+        values["structured_outputs"] = structured_outputs(params.structured_outputs)
     values |= _extra(params)
     done = len(task.resume_token_ids)
     if done:
@@ -70,34 +69,6 @@ def sampling_params(params: sampling_pb.LlmSamplingParams, task: stage_pb.Submit
         return SamplingParams(**values, detokenize=False, output_kind=RequestOutputKind.DELTA, skip_clone=True)
     except Exception as error:
         raise refused(error) from error
-
-
-def _structured(wanted: sampling_pb.StructuredOutputs) -> StructuredOutputsParams:
-    kind = wanted.WhichOneof("constraint")
-    values: dict[str, Any] = {}
-    if kind == "json_schema":
-        try:
-            values["json"] = json.loads(wanted.json_schema)
-        except ValueError as error:
-            raise invalid("structured_outputs.json_schema", wanted.json_schema, f"is not JSON: {error}") from error
-    elif kind == "choice":
-        values["choice"] = list(wanted.choice.choices)
-        if not values["choice"]:
-            raise invalid("structured_outputs.choice", [], "want at least one choice")
-    elif kind == "json_object":
-        if not wanted.json_object:
-            raise invalid("structured_outputs.json_object", False, "must be true where it is set")
-        values["json_object"] = True
-    elif kind is not None:
-        values[kind] = getattr(wanted, kind)
-    else:
-        raise invalid("structured_outputs", "(empty)", "want one of json_schema, regex, choice, grammar, json_object")
-    if wanted.HasField("disable_any_whitespace"):
-        values["disable_any_whitespace"] = wanted.disable_any_whitespace
-    try:
-        return StructuredOutputsParams(**values)
-    except Exception as error:
-        raise refused(error, f"structured_outputs.{kind}") from error
 
 
 def _extra(params: sampling_pb.LlmSamplingParams) -> dict[str, Any]:
@@ -118,16 +89,3 @@ def whole_numbers(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: whole_numbers(item) for key, item in value.items()}
     return value
-
-
-def refused(error: Exception, field: str | None = None) -> MeshError:
-    """What vLLM says of a value, as INVALID_REQUEST that names the field where vLLM does."""
-    message = Exception.__str__(error) or type(error).__name__
-    field = field or getattr(error, "parameter", None)
-    if field is None:
-        first = message.split(maxsplit=1)[0].strip("`'\":,.") if message.strip() else ""
-        field = first if first in SamplingParams.__struct_fields__ or first == "prompt" else None
-    if field is None:
-        return MeshError(Reason.INVALID_REQUEST, message)
-    text = message if message.startswith(field) else f"{field}: {message}"
-    return MeshError(Reason.INVALID_REQUEST, text, field=field)
