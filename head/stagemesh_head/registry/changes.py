@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from stagemesh.rpc.errors import MeshError, Reason
@@ -13,7 +12,7 @@ from stagemesh_head.registry.rows import ReplicaKey
 
 MAX_TOMBSTONES = 10_000
 COALESCE_S = 0.02
-"""A follower gets at most one message in this time."""
+"""Followers get at most one message in this time, and the first one after a quiet time at once."""
 LOAD_PERIOD_S = 1.0
 """Changes of load alone are news that can wait so long."""
 
@@ -43,15 +42,19 @@ class ChangeLog:
         self.revision = 0
         self.floor = 0
         """Followers at or above this revision can go on from there."""
-        self._state_revision = 0
-        """Of the last change that was more than load."""
+        self._published = 0
+        """Followers go up to here."""
+        self._plan: asyncio.TimerHandle | None = None
+        self._planned_for = 0.0
+        self._last_publish = -LOAD_PERIOD_S
+        self._last_delta: tuple[int, int, Delta] | None = None
         self._changes: OrderedDict[ReplicaKey, Change] = OrderedDict()
         self._tombstones: OrderedDict[ReplicaKey, int] = OrderedDict()
         self._news = asyncio.Event()
         self._is_closed = False
 
     def note(self, key: ReplicaKey, incarnation: str, *, is_removed: bool, only_load: bool) -> None:
-        """A row changed or is no more; takes the next revision."""
+        """A row changed or is no more; takes the next revision. Needs a running event loop."""
         self.revision += 1
         self._changes[key] = Change(self.revision, incarnation, is_removed)
         self._changes.move_to_end(key)
@@ -61,14 +64,14 @@ class ChangeLog:
             if len(self._tombstones) > MAX_TOMBSTONES:
                 oldest, self.floor = self._tombstones.popitem(last=False)
                 del self._changes[oldest]
-        if not only_load:
-            self._state_revision = self.revision
-            self._wake()
+        self._schedule(LOAD_PERIOD_S if only_load else COALESCE_S)
 
     def close(self) -> None:
         """End all followers."""
         self._is_closed = True
-        self._wake()
+        if self._plan is not None:
+            self._plan.cancel()
+        self._publish()
 
     def check(self, revision: int) -> None:
         """Raise REVISION_TOO_OLD unless a follower can go on from `revision`."""
@@ -91,34 +94,42 @@ class ChangeLog:
                 changed.append(key)
         return Delta(self.revision, tuple(reversed(changed)), tuple(reversed(removed)))
 
-    async def follow(self, revision: int, clock: Callable[[], float]) -> AsyncIterator[Delta]:
-        """Deltas after `revision`, for ever: at once after a quiet time, else every `COALESCE_S`.
+    async def follow(self, revision: int) -> AsyncIterator[Delta]:
+        """Deltas after `revision`, for ever. Followers that keep up get the same ones at the same time.
 
         Raises:
             MeshError: REVISION_TOO_OLD when the follower was too slow; UNREACHABLE when the head stops.
         """
-        last_sent = clock()
         while not self._is_closed:
-            elapsed = clock() - last_sent
-            if self._state_revision > revision:
-                if elapsed < COALESCE_S:
-                    await asyncio.sleep(COALESCE_S - elapsed)
-            elif self.revision == revision or elapsed < LOAD_PERIOD_S:
-                # Nothing, or loads only: real news end the wait, else the loads are old enough after it.
-                await _wait(self._news, LOAD_PERIOD_S - elapsed if elapsed < LOAD_PERIOD_S else LOAD_PERIOD_S)
+            if revision >= self._published:
+                await self._news.wait()
                 continue
             self.check(revision)
-            delta = self.since(revision)
+            delta = self._since_cached(revision)
             yield delta
-            revision, last_sent = delta.revision, clock()
+            revision = delta.revision
         raise MeshError(Reason.UNREACHABLE, "the head stops")
 
-    def _wake(self) -> None:
+    def _since_cached(self, revision: int) -> Delta:
+        if self._last_delta is None or self._last_delta[:2] != (revision, self.revision):
+            self._last_delta = (revision, self.revision, self.since(revision))
+        return self._last_delta[2]
+
+    def _schedule(self, delay_s: float) -> None:
+        """Publish so long after the last time, or now; an earlier plan stays."""
+        loop = asyncio.get_running_loop()
+        when = max(loop.time(), self._last_publish + delay_s)
+        if self._plan is not None:
+            if self._planned_for <= when:
+                return
+            self._plan.cancel()
+        self._planned_for = when  # uvloop's handles do not always tell
+        self._plan = loop.call_at(when, self._publish)
+
+    def _publish(self) -> None:
+        self._plan = None
+        self._last_publish = asyncio.get_running_loop().time()
+        self._published = self.revision
         # Whoever waits on this event wakes; the next waits on a new one.
         self._news.set()
         self._news = asyncio.Event()
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)

@@ -17,6 +17,7 @@ from stagemesh_head.registry.messages import replica_ref
 log = logging.getLogger(__name__)
 
 KEPT = 1_000
+# What befalls a replica through its node is in the log with the node.
 _LOUD = frozenset({"node.suspect", "node.gone", "node.refused", "replica.failed", "replica.suspect", "head.stalled"})
 
 
@@ -51,7 +52,8 @@ class EventLog:
         if happened.key is not None:
             event.replica.CopyFrom(replica_ref(happened.key, happened.incarnation))
         self._events.append(event)
-        level = logging.WARNING if happened.type in _LOUD else logging.INFO
+        is_loud = happened.type in _LOUD and not happened.reason.startswith(f"node {happened.node_id}:")
+        level = logging.WARNING if is_loud else logging.INFO
         if log.isEnabledFor(level):
             who = " ".join(str(part) for part in (happened.key, happened.node_id and f"on {happened.node_id}") if part)
             log.log(level, "%s %s%s", happened.type, who, f": {happened.reason}" if happened.reason else "")

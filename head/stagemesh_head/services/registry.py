@@ -12,6 +12,7 @@ from stagemesh.rpc.errors import MeshError, Reason, invalid
 from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh.v1 import registry_pb2_grpc as registry_rpc
 from stagemesh_head.registry import views
+from stagemesh_head.registry.changes import Delta
 from stagemesh_head.registry.messages import replica_ref
 from stagemesh_head.registry.registry import Registry
 from stagemesh_head.registry.session import Session
@@ -29,6 +30,8 @@ class RegistryServicer(registry_rpc.RegistryServiceServicer):
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._watchers = 0
+        self._made: tuple[Delta, str, registry_pb.WatchReplicasResponse] | None = None
+        """The message made last, for which delta and pipeline."""
 
     async def Join(  # type: ignore[override]  # it writes to the context while a task reads
         self,
@@ -124,16 +127,31 @@ class RegistryServicer(registry_rpc.RegistryServiceServicer):
             )
         else:
             registry.changes.check(revision)
-        async for delta in registry.changes.follow(revision, registry.clock):
+        async for delta in registry.changes.follow(revision):
+            response = self._response(delta, pipeline)
+            if response.replicas or response.removed:
+                yield response
+
+    def _response(self, delta: Delta, pipeline: str) -> registry_pb.WatchReplicasResponse:
+        """A delta as a message. It is made once for all followers that get it."""
+        if self._made is None or self._made[0] is not delta or self._made[1] != pipeline:
+            registry = self._registry
             state, now = registry.machine.state, registry.clock()
-            changed = [key for key in delta.changed if pipeline in ("", key.pipeline)]
-            removed = [name for name in delta.removed if pipeline in ("", name[0].pipeline)]
-            if changed or removed:
-                yield registry_pb.WatchReplicasResponse(
-                    header=registry.header(delta.revision),
-                    replicas=[views.replica_view(state.replicas[key], state, now, None) for key in changed],
-                    removed=[replica_ref(key, incarnation) for key, incarnation in removed],
-                )
+            response = registry_pb.WatchReplicasResponse(
+                header=registry.header(delta.revision),
+                replicas=[
+                    views.replica_view(state.replicas[key], state, now, None)
+                    for key in delta.changed
+                    if pipeline in ("", key.pipeline)
+                ],
+                removed=[
+                    replica_ref(key, incarnation)
+                    for key, incarnation in delta.removed
+                    if pipeline in ("", key.pipeline)
+                ],
+            )
+            self._made = (delta, pipeline, response)
+        return self._made[2]
 
     def _snapshot(self, pipeline: str) -> registry_pb.WatchReplicasResponse:
         registry = self._registry

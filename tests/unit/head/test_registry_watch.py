@@ -154,7 +154,7 @@ async def test_changes_in_a_burst_come_as_few_messages() -> None:
     received: list[int] = []
 
     async def follow() -> None:
-        async for delta in log.follow(0, loop.time):
+        async for delta in log.follow(0):
             received.append(delta.revision)
             if delta.revision == 500:
                 return
