@@ -1,8 +1,8 @@
-"""Compat: files of the `stage_args` form and deploy overlays, turned into ours.
+"""Compat: files of vLLM-Omni's `stage_args` form, turned into ours.
 
-The `stage_args` form describes a pipeline as vLLM-Omni does: `engine_input_source` for inputs,
-`custom_process_input_func` for the adapter, and edges with windows in a top-level `runtime`. A deploy overlay has flat
-engine arguments per stage and sections per platform. What has no meaning in this mesh is collected, for one warning.
+That form says `engine_input_source` for inputs and `custom_process_input_func` for the adapter, puts the model and what
+its engine alone knows into `engine_args`, and has the edges with their windows in a `runtime` of the whole file. What
+has no meaning here is collected, for one warning that names it.
 """
 
 from __future__ import annotations
@@ -10,179 +10,199 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stagemesh.config.errors import ConfigError
+from stagemesh.config.errors import ConfigError, suggest
+from stagemesh.config.foreign import (
+    LLM_ONLY,
+    MEANINGLESS_ENGINE_ARGS,
+    MEANINGLESS_RUNTIME,
+    MEANINGLESS_SAMPLING,
+    MEANINGLESS_STAGE,
+    RENAMED,
+    left_out,
+)
 from stagemesh.config.model import Runtime, Stage
 from stagemesh.config.origins import Origins, Path, Tree, show_path
+from stagemesh.config.sampling import known_parameters
+from stagemesh.config.shape import MAPPINGS
 
-RENAMED = {
-    "engine_input_source": "inputs",
-    "custom_process_input_func": "input_adapter",
-    "prompt_expand_func": "prompt_expand",
-    "enable_prefill_only": "is_prefill_only",
-    "enable_decode_only": "is_decode_only",
-}
-MEANINGLESS_STAGE = frozenset(
-    {"input_connectors", "output_connectors", "tts_args", "engine_output_type", "engine_input_type"}
-)
-MEANINGLESS_ENGINE_ARGS = frozenset(
-    {"model_stage", "worker_cls", "scheduler_cls", "engine_output_type", "omni_connector_config", "async_chunk"}
-)
-MEANINGLESS_RUNTIME = frozenset({"enabled", "max_inflight", "connectors", "connector_config"})
-_STAGE_KEYS = frozenset(Stage.model_fields)
-_RUNTIME_KEYS = frozenset(Runtime.model_fields)
+STREAMS = "(async chunk)"
+"""Key of a tree, which no file can hold, for "edges that say nothing are streams"."""
+_OWN_TOP = ("name", "routing", "limits")
+
+
+def is_stage_args(tree: Tree) -> bool:
+    """Whether a file has the `stage_args` form."""
+    return "stage_args" in tree.data
 
 
 def from_stage_args(tree: Tree, ignored: list[str]) -> Tree:
-    """A file of the `stage_args` form as one of ours; others pass unchanged. Raises ConfigError."""
-    if "stage_args" not in tree.data:
-        return tree
-    source = tree.origins[()].source
+    """A file of the `stage_args` form as one of ours; names without a meaning go to `ignored`. Raises ConfigError."""
     written = tree.data["stage_args"]
+    source = str(tree.origins[("stage_args",)])
     if not isinstance(written, list) or not written:
         raise ConfigError("want a list of stages", file=source, path="stage_args", value=written)
     origins = Origins({(): tree.origins[()], ("stages",): tree.origins[("stage_args",)]})
-    stages = []
+    stages: list[dict[str, Any]] = []
     for index, raw in enumerate(written):
-        if not isinstance(raw, Mapping):
-            raise ConfigError("want a mapping", file=source, path=f"stage_args[{index}]", value=raw)
+        where = str(tree.origins[("stage_args", index)])
+        if not isinstance(raw, dict):
+            raise ConfigError("want a mapping", file=where, path=f"stage_args[{index}]", value=raw)
+        for key in MAPPINGS:
+            if not isinstance(raw.get(key, {}), dict | None):
+                raise ConfigError("want a mapping", file=where, path=f"stage_args[{index}].{key}", value=raw[key])
         for rest, origin in tree.origins.below(("stage_args", index)):
-            moved: Path = (RENAMED.get(str(rest[0]), rest[0]), *rest[1:]) if rest else rest
+            moved = (RENAMED.get(str(rest[0]), rest[0]), *rest[1:]) if rest else rest
             origins[("stages", index, *moved)] = origin
-        stages.append(_stage(dict(raw), index, ignored))
-    data: dict[str, Any] = {"stages": stages}
-    for key in ("name", "routing", "limits"):
-        if key in tree.data:
-            data[key] = tree.data[key]
-    known = {"stage_args", "runtime", "name", "routing", "limits"}
+        stages.append(_stage(raw, index, ignored))
+    _make_names_unique(stages)
+    data: dict[str, Any] = {"stages": stages, **{key: tree.data[key] for key in _OWN_TOP if key in tree.data}}
+    for key in _OWN_TOP:
+        for rest, origin in tree.origins.below((key,)):
+            origins[(key, *rest)] = origin
+    if tree.data.get("async_chunk"):
+        data[STREAMS] = True
+    known = {"stage_args", "runtime", "async_chunk", *_OWN_TOP}
     ignored.extend(sorted(key for key in tree.data if key not in known))
-    _apply_edges(data, tree, ignored)
+    _apply_runtime(data, tree, ignored)
     return Tree(data, origins)
 
 
-def _stage(raw: dict[str, Any], index: int, ignored: list[str]) -> dict[str, Any]:
+def _stage(raw: Mapping[str, Any], index: int, ignored: list[str]) -> dict[str, Any]:
+    at = f"stages[{index}]"
     stage: dict[str, Any] = {}
     for key, value in raw.items():
-        if key in MEANINGLESS_STAGE:
-            ignored.append(f"stages[{index}].{key}")
-        else:
-            stage[RENAMED.get(key, key)] = value
+        name = RENAMED.get(key, key)
+        if name in Stage.model_fields:
+            stage[name] = value
+        elif key in MEANINGLESS_STAGE or not suggest(key, [*Stage.model_fields, *RENAMED]):
+            ignored.append(left_out(f"{at}.{key}", MEANINGLESS_STAGE.get(key, "")))
+        else:  # misspelt: validation says what it may have been meant to be
+            stage[key] = value
     arguments = dict(stage.get("engine_args") or {})
-    stage.setdefault("name", _label(arguments.get("model_stage"), stage.get("stage_id", index)))
+    if not stage.get("name"):
+        stage["name"] = _label(arguments.get("model_stage"), stage.get("stage_id", index))
     if "model" in arguments:
         stage.setdefault("model", arguments.pop("model"))
-    for key in sorted(MEANINGLESS_ENGINE_ARGS & set(arguments)):
-        del arguments[key]
-        if key != "model_stage":
-            ignored.append(f"stages[{index}].engine_args.{key}")
-    stage["engine_args"] = arguments
+    arguments.pop("model_stage", None)  # it became the name
+    _leave_out(arguments, MEANINGLESS_ENGINE_ARGS, f"{at}.engine_args", ignored)
+    if stage.get("stage_type") == "diffusion":
+        leave_out_llm_arguments(arguments, f"{at}.engine_args", ignored)
     runtime = dict(stage.get("runtime") or {})
-    for key in sorted(MEANINGLESS_RUNTIME & set(runtime)):
-        del runtime[key]
-        ignored.append(f"stages[{index}].runtime.{key}")
-    stage["runtime"] = runtime
+    if runtime.get("process") is False:
+        ignored.append(f"{at}.runtime.process (a replica is always a process of its own)")
+        del runtime["process"]
+    known = Runtime.model_fields
+    foreign = {key: "" for key in runtime if key not in known and not suggest(key, known)}
+    _leave_out(runtime, {**foreign, **MEANINGLESS_RUNTIME}, f"{at}.runtime", ignored)
+    stage |= {"engine_args": arguments, "runtime": runtime}
+    if isinstance(stage.get("default_sampling_params"), dict):
+        stage["default_sampling_params"] = own_sampling(
+            stage["default_sampling_params"], str(stage.get("stage_type", "llm")), at, ignored
+        )
     return stage
 
 
-def _apply_edges(data: dict[str, Any], tree: Tree, ignored: list[str]) -> None:
+def own_sampling(given: Mapping[str, Any], stage_type: str, at: str, ignored: list[str]) -> dict[str, Any]:
+    """Sampling parameters with what only the engine knows in `extra`."""
+    params, known = dict(given), known_parameters(stage_type)
+    _leave_out(params, MEANINGLESS_SAMPLING, f"{at}.default_sampling_params", ignored)
+    engines = [name for name in params if name not in known and not suggest(name, known, cutoff=0.8)]
+    extra = {name: params.pop(name) for name in engines}
+    if extra:
+        params["extra"] = {**(params.get("extra") or {}), **extra}
+    return params
+
+
+def leave_out_llm_arguments(arguments: dict[str, Any], at: str, ignored: list[str]) -> None:
+    """Take what only vLLM knows from a diffusion stage's arguments."""
+    _leave_out(arguments, dict.fromkeys(LLM_ONLY, "the diffusion engine has none"), at, ignored)
+
+
+def _leave_out(values: dict[str, Any], names: Mapping[str, str], at: str, ignored: list[str]) -> None:
+    for key in [key for key in values if key in names]:
+        del values[key]
+        ignored.append(left_out(f"{at}.{key}", names[key]))
+
+
+def _apply_runtime(data: dict[str, Any], tree: Tree, ignored: list[str]) -> None:
+    """The file's `runtime`: defaults and edges."""
     runtime = tree.data.get("runtime")
     if runtime is None:
         return
-    source = tree.origins[()].source
-    if not isinstance(runtime, Mapping):
+    source = str(tree.origins[("runtime",)])
+    if not isinstance(runtime, dict):
         raise ConfigError("want a mapping", file=source, path="runtime", value=runtime)
     defaults = runtime.get("defaults") or {}
-    ignored.extend(f"runtime.{key}" for key in sorted(runtime) if key not in ("defaults", "edges"))
-    ignored.extend(f"runtime.defaults.{key}" for key in sorted(defaults) if key != "window_size")
-    edges = runtime.get("edges")
+    if not isinstance(defaults, dict):
+        raise ConfigError("want a mapping", file=source, path="runtime.defaults", value=defaults)
+    for key in sorted(runtime):
+        if key not in ("defaults", "edges"):
+            ignored.append(left_out(f"runtime.{key}", MEANINGLESS_RUNTIME.get(key, "")))
+    for key in sorted(defaults):
+        if key != "window_size":
+            ignored.append(left_out(f"runtime.defaults.{key}", MEANINGLESS_RUNTIME.get(key, "")))
     by_id = {str(stage.get("stage_id", index)): stage for index, stage in enumerate(data["stages"])}
-    if edges is None:
-        return
-    for number, edge in enumerate(edges):
-        path = f"runtime.edges[{number}]"
-        if not isinstance(edge, Mapping) or not {"from", "to"} <= set(edge):
-            raise ConfigError("an edge is {from, to, window_size}", file=source, path=path, value=edge)
-        for end in ("from", "to"):
-            if str(edge[end]) not in by_id:
-                raise ConfigError("no stage has this id", file=source, path=f"{path}.{end}", value=edge[end])
-        target = by_id[str(edge["to"])]
-        inputs = target.setdefault("inputs", [])
-        if edge["from"] not in inputs:
-            inputs.append(edge["from"])
-        window = edge.get("window_size", defaults.get("window_size", -1))
-        if not isinstance(window, int) or isinstance(window, bool) or (window < 1 and window != -1):
-            raise ConfigError(
-                "want -1 (the whole output) or chunks from 1", file=source, path=f"{path}.window_size", value=window
-            )
-        target["edge"] = "whole" if window == -1 else "stream"
+    edges = read_edges(tree, ("runtime", "edges"), by_id, defaults.get("window_size", -1), ignored)
+    for target, (upstream, mode) in edges.items():
+        stage = by_id[target]
+        inputs = stage.get("inputs")
+        written = list(inputs) if isinstance(inputs, list) else [] if inputs is None else [inputs]
+        stage["inputs"] = written + [one for one in upstream if str(one) not in map(str, written)]
+        stage["edge"] = mode
 
 
-def from_overlay(tree: Tree, platform: str, ignored: list[str]) -> Tree:
-    """A deploy overlay as a tree to merge over a pipeline: the platform's section over the common part.
+def read_edges(
+    tree: Tree, path: Path, stages: Mapping[str, Any] | None, default_window: object, ignored: list[str]
+) -> dict[str, tuple[list[Any], str]]:
+    """Edges {from, to, window_size} by the stage they lead to: what it reads, and "whole" or "stream".
+
+    Args:
+        stages: known ids; None: not known yet.
 
     Raises:
-        ConfigError: a section of the wrong form.
+        ConfigError: an edge of another form, or one that leads nowhere.
     """
-    source = tree.origins[()].source
-    origins = Origins({(): tree.origins[()]})
-    patches: dict[str, dict[str, Any]] = {}
-    numbers: dict[str, int] = {}
-    sections: list[tuple[Path, object]] = [(("stages",), tree.data.get("stages") or [])]
-    platforms = tree.data.get("platforms") or {}
-    if not isinstance(platforms, Mapping):
-        raise ConfigError("want a mapping by platform", file=source, path="platforms", value=platforms)
-    if platform in platforms:
-        section = platforms[platform] or {}
-        if not isinstance(section, Mapping):
-            raise ConfigError("want a mapping", file=source, path=f"platforms.{platform}", value=section)
-        sections.append((("platforms", platform, "stages"), section.get("stages") or []))
-        ignored.extend(f"platforms.{platform}.{key}" for key in sorted(section) if key != "stages")
-    for path, written in sections:
-        if not isinstance(written, list):
-            raise ConfigError("want a list of stages", file=source, path=show_path(path), value=written)
-        for index, raw in enumerate(written):
-            if not isinstance(raw, Mapping) or not ("stage_id" in raw or "name" in raw):
+    value: Any = tree.data
+    for part in path:
+        value = value.get(part) if isinstance(value, Mapping) else None
+    if value is None:
+        return {}
+    if not isinstance(value, list):
+        raise ConfigError("want a list of edges", file=str(tree.origins[path]), path=show_path(path), value=value)
+    found: dict[str, tuple[list[Any], str]] = {}
+    for number, edge in enumerate(value):
+        at: Path = (*path, number)
+        source = str(tree.origins[at])
+        if not isinstance(edge, dict) or not {"from", "to"} <= set(edge):
+            want = "an edge is {from, to, window_size}"
+            raise ConfigError(want, file=source, path=show_path(at), value=edge)
+        for end in ("from", "to"):
+            if stages is not None and str(edge[end]) not in stages:
+                hint = f"stages are {', '.join(stages)}"
                 raise ConfigError(
-                    "a stage of an overlay names its stage_id or name", file=source, path=show_path((*path, index))
+                    "no stage has this id", file=source, path=show_path((*at, end)), value=edge[end], hint=hint
                 )
-            key = str(raw.get("stage_id", raw.get("name")))
-            number = numbers.setdefault(key, len(numbers))
-            patch = patches.setdefault(key, {})
-            _flatten_into(patch, raw, ("stages", number), origins, tree.origins, (*path, index))
-    data: dict[str, Any] = {"stages": list(patches.values())}
-    if tree.data.get("async_chunk"):
-        data["async_chunk"] = True
-    handled = {"stages", "platforms", "async_chunk", "base_config", "name", "routing", "limits", "connectors"}
-    ignored.extend(sorted(key for key in tree.data if key not in handled))
-    if tree.data.get("connectors"):
-        ignored.append("connectors (stages exchange tensors by reference; name a KV connector as `connector`)")
-    for key in ("name", "routing", "limits"):
-        if key in tree.data:
-            data[key] = tree.data[key]
-            origins[(key,)] = tree.origins[(key,)]
-    return Tree(data, origins)
-
-
-def _flatten_into(
-    patch: dict[str, Any], raw: Mapping[str, Any], at: Path, origins: Origins, written: Origins, path: Path
-) -> None:
-    """Sort a stage's flat keys: stage fields, runtime fields, and the rest to the engine."""
-    for key, value in raw.items():
-        name = RENAMED.get(key, key)
-        if name in ("runtime", "engine_args", "default_sampling_params", "adapter_args", "limits", "lora_modules"):
-            patch[name] = {**patch.get(name, {}), **(value or {})}
-            for inner in value or {}:
-                origins[(*at, name, inner)] = written[(*path, key, inner)]
-            continue
-        if name in _STAGE_KEYS:
-            target, place = patch, (*at, name)
-        elif name in _RUNTIME_KEYS:
-            target, place = patch.setdefault("runtime", {}), (*at, "runtime", name)
-        else:
-            target, place = patch.setdefault("engine_args", {}), (*at, "engine_args", name)
-        target[name] = value
-        origins[place] = written[(*path, key)]
+        window = edge.get("window_size", default_window)
+        if isinstance(window, bool) or not isinstance(window, int) or not (window == -1 or window >= 1):
+            want = "want -1 (the whole output) or a number of chunks from 1"
+            raise ConfigError(want, file=source, path=show_path((*at, "window_size")), value=window)
+        ignored.extend(f"{show_path(at)}.{key}" for key in edge if key not in ("from", "to", "window_size"))
+        upstream, mode = found.get(str(edge["to"]), ([], "whole"))
+        # A stage has one mode for all it reads: one stream makes it start early.
+        found[str(edge["to"])] = ([*upstream, edge["from"]], "whole" if window == -1 and mode == "whole" else "stream")
+    return found
 
 
 def _label(model_stage: object, stage_id: object) -> str:
-    text = str(model_stage).lower().replace("_", "-").replace(".", "-") if model_stage else f"stage-{stage_id}"
-    return text.strip("-") or f"stage-{stage_id}"
+    text = "".join(c if c.isalnum() and c.isascii() else "-" for c in str(model_stage or "").lower()).strip("-")
+    return text[:63] or f"stage-{stage_id}"
+
+
+def _make_names_unique(stages: list[dict[str, Any]]) -> None:
+    """Both halves of a prefill/decode pair have the same `model_stage`: the later one gets its id behind the name."""
+    seen: set[str] = set()
+    for index, stage in enumerate(stages):
+        name = str(stage["name"])
+        if name in seen:
+            stage["name"] = f"{name}-{stage.get('stage_id', index)}"
+        seen.add(str(stage["name"]))

@@ -1,4 +1,4 @@
-"""Merge: one tree over another, stage by stage, keeping origins."""
+"""Merge: values laid over one stage of a tree, keeping where each came from."""
 
 from __future__ import annotations
 
@@ -6,26 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stagemesh.config.errors import ConfigError, suggest
-from stagemesh.config.origins import Origin, Origins, Path, Tree, show_path
-
-
-def merge_trees(base: Tree, over: Tree) -> Tree:
-    """`over` laid over `base`: mappings merge, everything else is replaced, stages are matched by id or name.
-
-    Raises:
-        ConfigError: `over` has a stage that `base` has not.
-    """
-    merged = Tree(dict(base.data), base.origins.copy())
-    for key, value in over.data.items():
-        if key == "stages" and isinstance(base.data.get("stages"), list):
-            _merge_stages(merged, value, over)
-        else:
-            _put(merged, merged.data, (key,), value, over.origins, (key,))
-    return merged
+from stagemesh.config.origins import Origin, Origins, Path, Tree
 
 
 def patch_stage(tree: Tree, index: int, values: Mapping[str, Any], origins: Origins, at: Path) -> None:
-    """Lay `values` over stage `index` of `tree`, in place; their origins are those of `origins` below `at`."""
+    """Lay `values` over stage `index` of `tree`, in place; their origins are those of `origins` below `at`.
+
+    Mappings merge key by key, at any depth; everything else is replaced.
+    """
     stages = list(tree.data["stages"])
     stages[index] = dict(stages[index])
     tree.data["stages"] = stages
@@ -35,27 +23,19 @@ def patch_stage(tree: Tree, index: int, values: Mapping[str, Any], origins: Orig
 
 def find_stage(stages: Sequence[Mapping[str, Any]], wanted: object, *, source: str, path: str) -> int:
     """Position of a stage by id or name. Raises ConfigError with the stages there are."""
+    text = str(wanted)
     for index, stage in enumerate(stages):
-        if str(wanted) in (str(stage.get("name")), str(stage.get("stage_id", index))):
+        if text == str(stage.get("stage_id", index)) or text == stage.get("name", f"stage-{index}"):
             return index
-    names = [str(stage.get("name", index)) for index, stage in enumerate(stages)]
-    hint = suggest(str(wanted), names) or f"stages are {', '.join(f'{i} ({n})' for i, n in enumerate(names))}"
-    raise ConfigError("the pipeline has no such stage", file=source, path=path, value=wanted, hint=hint)
+    names = [str(stage.get("name", f"stage-{index}")) for index, stage in enumerate(stages)]
+    there = ", ".join(f"{stage.get('stage_id', i)} ({names[i]})" for i, stage in enumerate(stages))
+    hint = suggest(text, names) or (f"stages are {there}" if there else "it has no stages at all")
+    raise ConfigError(f"the pipeline has no stage {text!r}", file=source, path=path, hint=hint)
 
 
-def _merge_stages(merged: Tree, patches: object, over: Tree) -> None:
-    source = over.origins[("stages",)].source
-    if not isinstance(patches, list) or not all(isinstance(patch, Mapping) for patch in patches):
-        raise ConfigError("want a list of stages", file=source, path="stages", value=patches)
-    for number, patch in enumerate(patches):
-        path = ("stages", number)
-        wanted = patch.get("stage_id", patch.get("name"))
-        if wanted is None:
-            raise ConfigError("a stage to merge names its stage_id or name", file=source, path=show_path(path))
-        index = find_stage(merged.data["stages"], wanted, source=source, path=show_path(path))
-        named = {"stage_id"} if "stage_id" in patch else {"name"}
-        values = {key: value for key, value in patch.items() if key not in named}
-        patch_stage(merged, index, values, over.origins, path)
+def from_flag(flag: str) -> Origins:
+    """Origins of values that a flag brought."""
+    return Origins({(): Origin(flag)})
 
 
 def _put(tree: Tree, holder: dict[str, Any], path: Path, value: Any, origins: Origins, at: Path) -> None:
@@ -73,8 +53,3 @@ def _put(tree: Tree, holder: dict[str, Any], path: Path, value: Any, origins: Or
     for rest, origin in origins.below(at):
         if rest:
             tree.origins[(*path, *rest)] = origin
-
-
-def from_flag(values: Mapping[str, Any], flag: str) -> Tree:
-    """Values that a flag brought, as a tree."""
-    return Tree(dict(values), Origins({(): Origin(flag)}))

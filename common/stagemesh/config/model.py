@@ -5,6 +5,7 @@ These models are what the head serves and what travels to the workers. How files
 
 from __future__ import annotations
 
+import graphlib
 import hashlib
 import json
 import re
@@ -49,8 +50,25 @@ class Runtime(_Frozen):
 
     @field_validator("devices", mode="before")
     @classmethod
-    def _one_device(cls, value: object) -> object:
-        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    def _device_list(cls, value: object) -> object:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return str(value)
+        if isinstance(value, list | tuple):
+            texts = [str(item).strip() for item in value if not isinstance(item, bool)]
+            if len(texts) == len(value) and all(text.isascii() and text.isdigit() for text in texts):
+                return tuple(int(text) for text in texts)
+        elif value is None or isinstance(value, str):
+            return value
+        raise ValueError("want device numbers such as \"0,1\", a list of them, or auto")
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _texts(cls, value: object) -> object:
+        """Numbers are written without quotes by everybody: OMP_NUM_THREADS: 4."""
+        if not isinstance(value, dict):
+            return value
+        is_number = {name: isinstance(item, int | float) and not isinstance(item, bool) for name, item in value.items()}
+        return {name: str(item) if is_number[name] else item for name, item in value.items()}
 
 
 class StageLimits(_Frozen):
@@ -193,6 +211,12 @@ class Pipeline(_Frozen):
     def consumers(self, stage: Stage) -> tuple[Stage, ...]:
         """The stages that read `stage`."""
         return tuple(other for other in self.stages if stage.name in other.inputs)
+
+    def in_order(self) -> tuple[Stage, ...]:
+        """The stages, each after its inputs. Raises graphlib.CycleError."""
+        by_name = {stage.name: stage for stage in self.stages}
+        order = graphlib.TopologicalSorter({stage.name: stage.inputs for stage in self.stages}).static_order()
+        return tuple(by_name[name] for name in order)
 
 
 def check_label(name: str) -> str:

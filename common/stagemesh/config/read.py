@@ -152,8 +152,10 @@ def _yaml_error(error: yaml.MarkedYAMLError, text: str, name: str) -> ConfigErro
     line = mark.line + 1 if mark is not None else 0
     lines = text.splitlines()
     written = lines[line - 1] if 0 < line <= len(lines) else ""
-    if "\t" in written[: len(written) - len(written.lstrip())] or "'\\t'" in str(error.problem):
+    if "\t" in written[: len(written) - len(written.lstrip())]:
         return ConfigError("a tab indents this line", file=f"{name}:{line}", hint="YAML indents with spaces")
+    if "'\\t'" in str(error.problem):
+        return ConfigError("a tab outside of quotes", file=f"{name}:{line}", hint="want a space, or quotes around it")
     return ConfigError(f"not YAML: {_one_line(error.problem or error.context or error)}", file=f"{name}:{line}")
 
 

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
+from stagemesh.config.compat import STREAMS
 from stagemesh.config.errors import ConfigError
-from stagemesh.config.origins import DEFAULT, Tree
+from stagemesh.config.origins import DEFAULT, Path, Tree
+
+_SURELY_A_PATH = ("./", "../", "~/")
 
 
 def resolve(tree: Tree, file: FilePath) -> Tree:
     """Fill name, ids, inputs, outputs and edges, and make paths absolute.
 
     Raises:
-        ConfigError: there are no stages, or one is no mapping.
+        ConfigError: there are no stages.
     """
-    source, written = str(file), tree.data.get("stages")
-    if not isinstance(written, list) or not written:
-        raise ConfigError("a pipeline needs a list of stages", file=source, path="stages", value=written)
+    written = tree.data.get("stages")
+    if not written:
+        hint = "a pipeline file is a mapping with a list of `stages`"
+        raise ConfigError("the pipeline has no stages", file=str(file), path="stages", hint=hint)
     data, origins = dict(tree.data), tree.origins.copy()
-    streams = bool(data.pop("async_chunk", False))
+    streams = data.pop(STREAMS, None)
     if data.get("name") is None:
-        data["name"] = re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-")[:63].rstrip("-") or "pipeline"
+        data["name"] = label_of(file.stem) or "pipeline"
         origins[("name",)] = DEFAULT
-    stages = []
-    for index, stage in enumerate(written):
-        if not isinstance(stage, Mapping):
-            raise ConfigError("want a mapping", file=source, path=f"stages[{index}]", value=stage)
-        stages.append({key: value for key, value in stage.items() if value is not None})
+    stages: list[dict[str, Any]] = [{k: v for k, v in stage.items() if v is not None} for stage in written]
 
     def fill(index: int, key: str, value: object) -> None:
         """Give a stage a value that nobody wrote."""
@@ -39,42 +38,59 @@ def resolve(tree: Tree, file: FilePath) -> Tree:
 
     for index in range(len(stages)):
         fill(index, "stage_id", index)
-        fill(index, "name", f"stage-{stages[index]['stage_id']}")
-    names = {str(stage["stage_id"]): str(stage["name"]) for stage in stages}
+        fill(index, "name", f"stage-{index}")
+    names = {str(stage["stage_id"]): stage["name"] for stage in reversed(stages)}
     for index, stage in enumerate(stages):
         fill(index, "inputs", [stages[index - 1]["name"]] if index else [])
         inputs = stage["inputs"]
         if isinstance(inputs, str | int):
             inputs = [inputs]
         if isinstance(inputs, list):
-            stage["inputs"] = [names.get(str(item), str(item)) for item in inputs]
-        if streams and stage.get("inputs"):
-            fill(index, "edge", "stream")
-        _absolute_paths(stage, lambda *path, index=index: origins[("stages", index, *path)].source, file)
-    read = {name for stage in stages for name in _texts(stage.get("inputs"))}
+            stage["inputs"] = [_input_name(one, names) for one in inputs]
+        if streams is not None and stage["inputs"] and stage.get("stage_type", "llm") != "diffusion":
+            fill(index, "edge", "stream" if streams else "whole")
+        _make_paths_absolute(stage, ("stages", index), Tree(data, origins), file)
+    read = [name for stage in stages if isinstance(stage["inputs"], list) for name in stage["inputs"]]
     for index, stage in enumerate(stages):
         fill(index, "final_output", stage["name"] not in read)
     data["stages"] = stages
     return Tree(data, origins)
 
 
-def _absolute_paths(stage: dict[str, Any], source_of: Any, file: FilePath) -> None:
+def label_of(text: str) -> str:
+    """A name for people as an RFC-1123 label; may be empty."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:63].rstrip("-")
+
+
+def _input_name(one: Any, names: dict[str, Any]) -> Any:
+    """An id becomes the name; a name stays, and so does what is neither, for validation to refuse."""
+    if isinstance(one, bool) or not isinstance(one, str | int):
+        return one
+    return names.get(str(one), str(one))
+
+
+def _make_paths_absolute(stage: dict[str, Any], at: Path, tree: Tree, file: FilePath) -> None:
     """Paths are relative to the file that they are written in; what is no path there (a name on a hub) stays."""
 
-    def absolute(value: object, *path: str) -> object:
+    def absolute(value: object, path: Path) -> object:
         if not isinstance(value, str) or not value:
             return value
-        source = FilePath(source_of(*path))
-        folder = source.parent if source.is_file() else file.parent
-        candidate = folder / FilePath(value).expanduser()
-        return str(candidate.resolve()) if candidate.exists() else value
+        source = tree.origins[path].source
+        if source.startswith("--"):  # what came by a flag is relative to where the command runs
+            folder = FilePath.cwd()
+        else:
+            folder = file.parent if source == "default" else FilePath(source).parent
+        try:
+            candidate = folder / (FilePath(value).expanduser() if value.startswith("~/") else value)
+            if value.startswith(_SURELY_A_PATH) or candidate.exists():
+                return str(candidate.resolve())
+        except (OSError, RuntimeError, ValueError):
+            pass  # no path that this system could have
+        return value
 
-    if "model" in stage:
-        stage["model"] = absolute(stage["model"], "model")
+    stage["model"] = absolute(stage.get("model", ""), (*at, "model"))
+    if not stage["model"]:
+        del stage["model"]
     modules = stage.get("lora_modules")
-    if isinstance(modules, Mapping):
-        stage["lora_modules"] = {name: absolute(path, "lora_modules", str(name)) for name, path in modules.items()}
-
-
-def _texts(value: object) -> list[str]:
-    return [str(item) for item in value] if isinstance(value, list) else []
+    if isinstance(modules, dict):
+        stage["lora_modules"] = {name: absolute(path, (*at, "lora_modules", name)) for name, path in modules.items()}

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from stagemesh.config import ConfigError, Stage
 from stagemesh.config.layout import devices_per_replica, split_devices, visible_devices
-from stagemesh.config.ledger import Claim, check_ledger, claim_of
 
 TABLE = [
     # devices, replicas, per replica, groups
@@ -95,19 +94,3 @@ def test_logical_ids_map_through_the_visible_devices() -> None:
     assert visible_devices([0, 2], None) == ["0", "2"]
     with pytest.raises(ConfigError, match="device 3 is not among the 2 visible ones"):
         visible_devices([3], "4,5")
-
-
-def test_memory_that_does_not_fit_is_refused_with_the_ledger() -> None:
-    capacity = 24 << 30
-    claims = [Claim("llm/0", 0.8, 512 << 20), Claim("tts/0", 0.3, 512 << 20)]
-    with pytest.raises(ConfigError) as caught:
-        check_ledger("cuda:0", capacity, claims)
-    assert "cuda:0 has 24.0 GiB, asked for are 27.4: llm/0 19.2 + 0.5, tts/0 7.2 + 0.5" in str(caught.value)
-    check_ledger("cuda:0", capacity, claims[:1])
-    check_ledger("cpu:0", 0, claims)
-
-
-def test_claim_of_a_stage_is_its_own_share_or_the_engines_default() -> None:
-    assert claim_of(Stage(name="s"), 1) == Claim("s/1", 0.9, 512 << 20)
-    assert claim_of(Stage(name="s", engine_args={"gpu_memory_utilization": 0.4}), 0).share == 0.4
-    assert claim_of(Stage(name="s", stage_type="diffusion"), 0).share == 0.0

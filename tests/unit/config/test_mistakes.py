@@ -21,8 +21,11 @@ FILES = {
     ),
     "a gap in the ids": (
         "stages:\n- {stage_id: 0, name: a, model: m}\n- {stage_id: 2, name: b, model: m}\n",
-        "pipeline.yaml:3: stages[1].stage_id: 2: ids count from 0 without a gap, in the order of the file; "
-        "want 1, or leave stage_id out",
+        "pipeline.yaml:3: stages[1].stage_id: 2: ids count from 0 without a gap; want 1, or leave stage_id out",
+    ),
+    "ids out of order": (
+        "stages:\n- {stage_id: 1, name: a, model: m}\n- {stage_id: 0, name: b, model: m}\n",
+        "pipeline.yaml:2: stages[0].stage_id: 1: stages stand in the order of their ids; want 0, or leave stage_id out",
     ),
     "a duplicate name": (
         "stages:\n- {name: a, model: m}\n- {name: a, model: m, inputs: []}\n",
@@ -39,11 +42,52 @@ FILES = {
     ),
     "two prefill stages": (
         "stages:\n- {name: a, model: m, is_prefill_only: true}\n- {name: b, model: m, is_prefill_only: true}\n",
-        "pipeline.yaml:1: stages: a and b are both is_prefill_only: a pipeline has one prefill/decode pair",
+        "pipeline.yaml:3: stages[1].is_prefill_only: True: 'a' is is_prefill_only too: "
+        "a pipeline has one prefill/decode pair",
     ),
     "half a pair": (
         "stages:\n- {name: a, model: m, is_prefill_only: true}\n- {name: b, model: m}\n",
-        "pipeline.yaml:1: stages: a prefill/decode pair needs exactly one stage with is_decode_only",
+        "pipeline.yaml:2: stages[0]: 'a' is half of a prefill/decode pair; set is_decode_only: true on the other half",
+    ),
+    "halves of a pair with different connectors": (
+        "stages:\n- {name: a, model: m, is_prefill_only: true, connector: NixlConnector}\n"
+        "- {name: b, model: m, is_decode_only: true, connector: NixConnector}\n",
+        "pipeline.yaml:3: stages[1].connector: 'NixConnector': both halves of the pair need the same connector; "
+        "a has 'NixlConnector'",
+    ),
+    "a pair without a connector": (
+        "stages:\n- {name: a, model: m, is_prefill_only: true}\n- {name: b, model: m, is_decode_only: true}\n",
+        "pipeline.yaml:3: stages[1].connector: a prefill/decode pair needs a connector; "
+        "such as connector: NixlConnector, on both",
+    ),
+    "halves of a pair with different parallelism": (
+        "stages:\n- {name: a, model: m, is_prefill_only: true, connector: c, engine_args: {tensor_parallel_size: 2}}\n"
+        "- {name: b, model: m, is_decode_only: true, connector: c}\n",
+        "pipeline.yaml:3: stages[1].engine_args.tensor_parallel_size: 1: "
+        "both halves of the pair need the same tensor_parallel_size; a has 2",
+    ),
+    "halves of a pair with the wrong roles": (
+        "stages:\n- {name: a, model: m, is_prefill_only: true, connector: c, "
+        "engine_args: {kv_transfer_config: {kv_role: kv_consumer}}}\n"
+        "- {name: b, model: m, is_decode_only: true, connector: c}\n",
+        "pipeline.yaml:2: stages[0].engine_args.kv_transfer_config.kv_role: 'kv_consumer': want kv_producer",
+    ),
+    "a decode stage that reads another stage too": (
+        "stages:\n- {name: a, model: m, is_prefill_only: true, connector: c}\n- {name: x, model: m, inputs: []}\n"
+        "- {name: b, model: m, is_decode_only: true, connector: c, inputs: [a, x]}\n",
+        "pipeline.yaml:4: stages[2].inputs: ['a', 'x']: the decode stage reads the prefill stage only; want inputs: [a]",
+    ),
+    "a prefill stage that the client reads": (
+        "stages:\n- {name: a, model: m, is_prefill_only: true, connector: c, final_output: true}\n"
+        "- {name: b, model: m, is_decode_only: true, connector: c}\n",
+        "pipeline.yaml:2: stages[0]: a prefill stage has an output for its decode stage only, "
+        "and the client would get it",
+    ),
+    "a stage that nobody reads": (
+        "stages:\n- {name: a, model: m}\n- {name: b, model: m, inputs: []}\n- {name: c, model: m, inputs: [a]}\n"
+        "- {name: d, model: m, inputs: [a], final_output: false}\n",
+        "pipeline.yaml:5: stages[3].final_output: False: nobody gets the output of this stage; "
+        "set final_output: true, or let another stage read it",
     ),
     "three devices for two replicas of two": (
         "stages:\n- name: a\n  model: m\n  engine_args: {tensor_parallel_size: 2}\n"
@@ -53,7 +97,7 @@ FILES = {
     ),
     "negative replicas": (
         "stages:\n- {name: a, model: m, runtime: {num_replicas: -1}}\n",
-        "pipeline.yaml:2: stages[0].runtime.num_replicas: -1: want greater than or equal to 0",
+        "pipeline.yaml:2: stages[0].runtime.num_replicas: -1: want 0 or more",
     ),
     "a misspelt stage key": (
         "stages:\n- {name: a, model: m, engin_args: {}}\n",
@@ -69,7 +113,67 @@ FILES = {
     ),
     "an engine option beside the stage's own": (
         "stages:\n- {name: a, model: m, gpu_memory_utilization: 0.5}\n",
-        "pipeline.yaml:2: stages[0].gpu_memory_utilization: unknown key; options of the engine go into engine_args",
+        "pipeline.yaml:2: stages[0].gpu_memory_utilization: unknown key; options of the engine go into `engine_args`",
+    ),
+    "replicas beside the stage's own": (
+        "stages:\n- {name: a, model: m, num_replicas: 2}\n",
+        "pipeline.yaml:2: stages[0].num_replicas: unknown key; it goes into `runtime`",
+    ),
+    "a model in the runtime": (
+        "stages:\n- {name: a, runtime: {model: m}}\n",
+        "pipeline.yaml:2: stages[0].runtime.model: unknown key; it goes into the stage itself",
+    ),
+    "no model": (
+        "stages:\n- name: a\n",
+        "pipeline.yaml:2: stages[0].model: is missing; want a folder or the name of a model",
+    ),
+    "a mapping that is none": (
+        "stages:\n- {name: a, model: m, engine_args: [1]}\n",
+        "pipeline.yaml:2: stages[0].engine_args: [1]: want a mapping",
+    ),
+    "a stage that is no mapping": (
+        "stages:\n- painter\n",
+        "pipeline.yaml:2: stages[0]: 'painter': want a mapping with `name`, `model` and so on",
+    ),
+    "a misspelt choice": (
+        "stages:\n- {name: a, model: m, final_output_type: imgae}\n",
+        "pipeline.yaml:2: stages[0].final_output_type: 'imgae': want one of text, image, audio, video, latent; "
+        "did you mean image?",
+    ),
+    "devices that are none": (
+        "stages:\n- {name: a, model: m, runtime: {devices: [a, b]}}\n",
+        "pipeline.yaml:2: stages[0].runtime.devices: ['a', 'b']: "
+        'want device numbers such as "0,1", a list of them, or auto',
+    ),
+    "a sampling parameter of the wrong type": (
+        "stages:\n- {name: a, model: m, default_sampling_params: {temperature: hot}}\n",
+        "pipeline.yaml:2: stages[0].default_sampling_params.temperature: 'hot': want a number",
+    ),
+    "a picture's parameter on a text stage": (
+        "stages:\n- {name: a, model: m, default_sampling_params: {num_inference_steps: 4}}\n",
+        "pipeline.yaml:2: stages[0].default_sampling_params.num_inference_steps: unknown sampling parameter; "
+        "what only the engine knows goes into `extra`",
+    ),
+    "a diffusion stage fed by a stream": (
+        "stages:\n- {name: a, model: m}\n- {name: b, model: m, stage_type: diffusion, edge: stream}\n",
+        "pipeline.yaml:3: stages[1].edge: 'stream': a diffusion stage needs the whole output of the stages before; "
+        "want whole",
+    ),
+    "a stage named like an id": (
+        'stages:\n- {name: "1", model: m}\n',
+        "pipeline.yaml:2: stages[0].name: '1': a name of digits only looks like an id; want a name such as stage-1",
+    ),
+    "a number that is none": (
+        "stages:\n- {name: a, model: m, engine_args: {x: .nan}}\n",
+        "pipeline.yaml:2: stages[0].engine_args.x: nan: want a finite number",
+    ),
+    "a value that was left open": (
+        "stages:\n- name: a\n  model: ???\n",
+        "pipeline.yaml:3: stages[0].model: '???': is left open; fill it in",
+    ),
+    "an interpolation that leads nowhere": (
+        "stages:\n- {name: a, model: '${modl}'}\n",
+        "pipeline.yaml: stages[0].model: Interpolation key 'modl' not found",
     ),
     "a misspelt sampling parameter": (
         "stages:\n- {name: a, model: m, default_sampling_params: {temperatur: 1}}\n",
@@ -78,7 +182,7 @@ FILES = {
     ),
     "an adapter that does not import": (
         "stages:\n- {name: a, model: m}\n- {name: b, model: m, input_adapter: no.such.adapter}\n",
-        "pipeline.yaml:3: stages[1].input_adapter: 'no.such.adapter': there is no module 'no.such' here; "
+        "pipeline.yaml:3: stages[1].input_adapter: 'no.such.adapter': there is no module 'no' here; "
         "built-in ones are prompt, text, chat, tokens, embeds, diffusion",
     ),
     "an adapter that its module has not": (
@@ -90,11 +194,14 @@ FILES = {
         "stages:\n- {name: a, model: m, input_adapter: chatt}\n",
         "pipeline.yaml:2: stages[0].input_adapter: 'chatt': want `package.module.function`; did you mean chat?",
     ),
-    "no stages": ("name: empty\n", "pipeline.yaml: stages: a pipeline needs a list of stages"),
+    "no stages": (
+        "name: empty\n",
+        "pipeline.yaml: stages: the pipeline has no stages; a pipeline file is a mapping with a list of `stages`",
+    ),
     "an empty file": ("", "pipeline.yaml: is empty; a pipeline file is a mapping with `stages`"),
     "a key twice": (
         "name: a\nname: b\nstages: []\n",
-        "pipeline.yaml: 'name' is written twice, on lines 1 and 2; keep one",
+        "pipeline.yaml:2: 'name' is written twice, on lines 1 and 2; keep one",
     ),
     "a name that is no label": (
         "stages:\n- {name: My Stage, model: m}\n",
@@ -121,8 +228,44 @@ def test_mistake_in_a_file_gets_its_answer(mistake: str, write) -> None:
 def test_override_for_a_stage_that_is_not_there(write) -> None:
     with pytest.raises(ConfigError) as caught:
         load_pipeline(write(TWO), stage_overrides={"painter": {}})
-    answer = "--stage-overrides: painter: 'painter': the pipeline has no such stage; stages are 0 (a), 1 (b)"
+    answer = "--stage-overrides: painter: the pipeline has no stage 'painter'; stages are 0 (a), 1 (b)"
     assert str(caught.value) == answer
+
+
+def test_override_is_told_the_near_stage(write) -> None:
+    with pytest.raises(ConfigError, match="--stage-overrides: panter: .*; did you mean painter?"):
+        load_pipeline(write("stages:\n- {name: painter, model: m}\n"), stage_overrides={"panter": {}})
+
+
+def test_overlay_in_the_place_of_a_pipeline(write) -> None:
+    with pytest.raises(ConfigError, match="over.yaml: this is a deploy overlay, not a pipeline; lay it over one with"):
+        load_pipeline(write("stages:\n- {stage_id: 0, max_num_seqs: 4}\n", "over.yaml"))
+
+
+def test_overlay_for_a_stage_that_is_not_there(write) -> None:
+    over = write("stages:\n- {stage_id: 7, max_num_seqs: 4}\n", "over.yaml")
+    with pytest.raises(ConfigError, match=r"over.yaml:2: stages\[0\]: the pipeline has no stage '7'; stages are 0 \(a\)"):
+        load_pipeline(write(ONE), overlays=[over])
+
+
+def test_misspelt_key_of_an_overlay(write) -> None:
+    with pytest.raises(ConfigError, match=r"over.yaml:1: platform: unknown key; did you mean platforms\?"):
+        load_pipeline(write(ONE), overlays=[write("platform: {}\n", "over.yaml")])
+
+
+def test_misspelt_platform(write) -> None:
+    with pytest.raises(ConfigError, match=r"--platform: 'cdua': there is no such platform; did you mean cuda\?"):
+        load_pipeline(write(ONE), platform="cdua")
+
+
+def test_base_config_that_is_not_there(write) -> None:
+    with pytest.raises(ConfigError, match=r"pipeline.yaml:1: base_config: '.*/none.yaml': there is no such file"):
+        load_pipeline(write("base_config: none.yaml\n"))
+
+
+def test_something_that_cannot_be_laid_over_a_pipeline(write) -> None:
+    with pytest.raises(TypeError, match="'overlay' cannot be laid over a pipeline, but overlays, platform"):
+        load_pipeline(write(ONE), overlay=["x"])  # type: ignore[call-arg]
 
 
 def test_misspelt_field_of_an_override(write) -> None:
@@ -159,7 +302,7 @@ def test_model_folder_that_is_neither_kind(tmp_path) -> None:
 
 
 def test_model_folder_that_is_not_there(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="missing': there is no such folder; want a folder"):
         default_pipeline(tmp_path / "missing")
 
 
@@ -170,5 +313,5 @@ def test_file_that_is_not_there(tmp_path) -> None:
 
 def test_base_config_that_leads_back(write) -> None:
     path = write("base_config: pipeline.yaml\nstages: []\n")
-    with pytest.raises(ConfigError, match="base_config: base_config leads back to this file"):
+    with pytest.raises(ConfigError, match=r"pipeline.yaml: base_config: '.*': leads in a circle"):
         load_pipeline(path)

@@ -1,0 +1,105 @@
+"""Dotted paths of the operator's own code, looked up without running any of it: an import may take seconds."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from stagemesh.config.errors import ConfigError, suggest
+
+
+class NotHere(ConfigError):
+    """The package of a dotted path is not installed on this machine; it may be on others."""
+
+
+def check_dotted(dotted: str, path: str, names: Sequence[str] = ()) -> None:
+    """Check that a dotted path (`package.module.name` or `package.module:name`) leads somewhere.
+
+    Args:
+        names: built-in names that may stand in its place, for the hint.
+
+    Raises:
+        NotHere: no package of that name is installed here.
+        ConfigError: it is no dotted path, or leads nowhere.
+    """
+    module, _, attribute = dotted.replace(":", ".").rpartition(".")
+    hint = suggest(dotted, names) or (f"built-in ones are {', '.join(names)}" if names else "")
+    if not all(part.isidentifier() for part in (*module.split("."), attribute)):
+        raise ConfigError("want `package.module.function`", path=path, value=dotted, hint=hint)
+    spec: ModuleSpec | None = None
+    search: Sequence[str] | None = None
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        name = ".".join(parts[:depth])
+        spec = _spec(name, search)
+        if spec is None:
+            kind = NotHere if depth == 1 else ConfigError
+            raise kind(f"there is no module {name!r} here", path=path, value=dotted, hint=hint)
+        search = _inside(spec, parts[depth - 1], search)
+    assert spec is not None
+    found = _names_in(spec)
+    if found is not None and attribute not in found and _spec(f"{module}.{attribute}", search) is None:
+        problem = f"module {module!r} has no {attribute!r}"
+        raise ConfigError(problem, path=path, value=dotted, hint=suggest(attribute, found))
+
+
+def _spec(name: str, search: Sequence[str] | None) -> ModuleSpec | None:
+    """As `find_spec`, which would import the packages above a module."""
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__spec__ is not None:
+        return loaded.__spec__
+    try:
+        if search is None:
+            return importlib.util.find_spec(name)
+        return PathFinder.find_spec(name, search) if search else None
+    except KeyError:  # a package without __init__.py inside another, which its own finder would have to import
+        return ModuleSpec(name, None, is_package=True)
+    except (ImportError, ValueError):
+        return None
+
+
+def _inside(spec: ModuleSpec, name: str, search: Sequence[str] | None) -> list[str]:
+    """Folders that a package's modules are in; none for a plain module."""
+    if spec.submodule_search_locations is None:
+        return []
+    if spec.origin is not None:
+        return list(spec.submodule_search_locations)
+    # A package without __init__.py: its own list of folders cannot be read before the packages above are imported.
+    return [str(folder) for base in search or sys.path if (folder := Path(base or ".", name)).is_dir()]
+
+
+def _names_in(spec: ModuleSpec) -> set[str] | None:
+    """What a module binds at its top level; None where the source does not tell."""
+    if not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    try:
+        tree = ast.parse(Path(spec.origin).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    names: set[str] = set()
+    for node in _statements(tree.body):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.For | ast.With):
+            bound = (part for part in ast.walk(node) if isinstance(part, ast.Name))
+            names.update(part.id for part in bound if isinstance(part.ctx, ast.Store))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+    # Neither a star import nor a module's own __getattr__ can be known without running it.
+    return None if names & {"*", "__getattr__"} else names
+
+
+def _statements(body: Iterable[ast.stmt]) -> Iterable[ast.stmt]:
+    """Top-level statements, those inside `if` and `try` among them."""
+    for node in body:
+        yield node
+        for inner in ("body", "orelse", "finalbody"):
+            if isinstance(node, ast.If | ast.Try | ast.With):
+                yield from _statements(getattr(node, inner, ()))
+        if isinstance(node, ast.Try):
+            for handler in node.handlers:
+                yield from _statements(handler.body)
