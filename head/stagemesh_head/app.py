@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -227,6 +228,7 @@ async def _run_until_told(process: Head | StandaloneGateway, drain_timeout_s: fl
         await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             await starting
+            calm_garbage_collection()
             name = await told
             log.info("%s: draining for up to %g s; a second signal stops at once", name, drain_timeout_s)
             draining = asyncio.create_task(process.drain(), name="drain")
@@ -240,6 +242,13 @@ async def _run_until_told(process: Head | StandaloneGateway, drain_timeout_s: fl
             task.cancel()
         await asyncio.gather(starting, told, return_exceptions=True)
         await process.stop()
+
+
+def calm_garbage_collection() -> None:
+    """Leave what lives for ever out of every collection, and collect less often: a request is a few hundred objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
