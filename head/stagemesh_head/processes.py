@@ -10,6 +10,8 @@ import sys
 import threading
 from pathlib import Path
 
+from stagemesh.launch.parentage import die_with_parent
+
 
 def run_sharing_a_port(
     head: str, listen: str, count: int, drain_timeout_s: float, ready_file: Path | None, log_level: str
@@ -56,6 +58,4 @@ def _reserve(host: str, port: int) -> socket.socket:
 
 
 def _die_with_parent() -> None:
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    die_with_parent(signal.SIGTERM)

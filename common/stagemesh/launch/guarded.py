@@ -9,7 +9,6 @@ removed in that case, since the parent no longer can.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import runpy
 import shutil
@@ -18,7 +17,8 @@ import sys
 import threading
 import time
 
-PR_SET_PDEATHSIG = 1
+from stagemesh.launch.parentage import die_with_parent
+
 STOP_NOW_AFTER_S = 1.0
 """Nobody waits for a drain whose starter is gone: the second signal means "at once"."""
 KILL_AFTER_S = 10.0
@@ -39,9 +39,8 @@ def _watch(parent_fd: int, scratch: str) -> None:
 def main() -> None:
     """Guard this process, then become MODULE."""
     parent_fd, scratch, module, *arguments = sys.argv[1:]
-    if sys.platform == "linux":
-        # The kernel's word reaches also a process whose threads cannot run.
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    # The kernel's word reaches also a process whose threads cannot run.
+    die_with_parent(signal.SIGTERM)
     threading.Thread(target=_watch, args=(int(parent_fd), scratch), name="parent-watch", daemon=True).start()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -14,6 +14,7 @@ import socket
 import sys
 
 from stagemesh.config import Stage
+from stagemesh.launch.parentage import die_with_parent
 from stagemesh_worker.engines.base import DeviceSet, Engine, EngineConfigError
 from stagemesh_worker.engines.registry import engine_class
 from stagemesh_worker.replica import environment
@@ -30,7 +31,7 @@ def main() -> int:
     parser.add_argument("--control-fd", type=int, required=True, help="inherited end of the agent's socket pair")
     arguments = parser.parse_args()
     # SIGTERM, so that sockets and shared memory are cleaned up when the agent is killed.
-    environment.die_with_parent(signal.SIGTERM)
+    die_with_parent(signal.SIGTERM)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     os.set_inheritable(arguments.control_fd, False)
     channel = ControlChannel(socket.socket(fileno=arguments.control_fd))

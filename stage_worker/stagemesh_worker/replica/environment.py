@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from stagemesh_worker.engines.base import DeviceSet
 
-_PR_SET_PDEATHSIG = 1
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _VISIBLE_DEVICES = {
     "cuda": "CUDA_VISIBLE_DEVICES",
@@ -19,18 +15,6 @@ _VISIBLE_DEVICES = {
     "npu": "ASCEND_RT_VISIBLE_DEVICES",
     "xpu": "ONEAPI_DEVICE_SELECTOR",
 }
-
-
-def die_with_parent(death_signal: signal.Signals) -> None:
-    """Have the kernel send this process `death_signal` when its parent's thread ends. No-op off Linux."""
-    if not sys.platform.startswith("linux"):
-        return
-    parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it died in between
-        os.kill(os.getpid(), death_signal)
 
 
 def apply_devices(devices: DeviceSet) -> None:

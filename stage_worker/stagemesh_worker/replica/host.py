@@ -20,7 +20,7 @@ from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import stage_pb2_grpc as stage_grpc
 from stagemesh.v1 import tensor_pb2 as tensor_pb
 from stagemesh_worker.adapters import AdapterRunner
-from stagemesh_worker.engines.base import Engine
+from stagemesh_worker.engines.base import Engine, EngineConfigError
 from stagemesh_worker.replica.calls import ControlCalls
 from stagemesh_worker.replica.channel import ControlChannel
 from stagemesh_worker.replica.control import Assign, Drain, Drained, Failed, Message, Ready, Stop
@@ -115,6 +115,8 @@ class ReplicaHost:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 task.result()
+        except EngineConfigError as error:
+            self._fail(MeshError(Reason.BAD_STAGE_CONFIG, f"stage {self._identity.stage!r}: {error}"))
         except Exception as error:
             self._fail(error if isinstance(error, MeshError) else MeshError(reason, f"{type(error).__name__}: {error}"))
         finally:
@@ -165,7 +167,8 @@ class ReplicaHost:
     async def _end(self, server: Any) -> None:
         """Reverse order of the start; every step is bounded."""
         if self._failure is not None:
-            self._channel.send(Failed(self._failure.reason.value, self._failure.message))
+            is_fatal = self._failure.reason is Reason.BAD_STAGE_CONFIG
+            self._channel.send(Failed(self._failure.reason.value, self._failure.message, fatal=is_fatal))
         for task in [*self._owned]:
             task.cancel()
         await asyncio.gather(*self._owned, return_exceptions=True)

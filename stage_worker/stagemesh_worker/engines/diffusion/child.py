@@ -7,7 +7,6 @@ Standard output and error are lines for people.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -23,6 +22,7 @@ import numpy as np
 from zmq.constants import SocketType
 from zmq.sugar.context import Context
 
+from stagemesh.launch.parentage import die_with_parent
 from stagemesh_worker.engines.base import EngineConfigError
 from stagemesh_worker.engines.diffusion.facts import PipelineFacts
 from stagemesh_worker.engines.diffusion.options import DiffusionOptions
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from stagemesh_worker.engines.diffusion.adapters import LoraAdapters
 
 EXIT_FAILED = 3
-_PR_SET_PDEATHSIG = 1
 
 
 class _JobAborted(Exception):
@@ -246,7 +245,7 @@ def _load(config: Mapping[str, Any], wire: Wire) -> Worker:
 
 def _end_with(parent: int) -> None:
     """Never outlive the engine: by a signal from the kernel, and by the end of stdin where that signal is lost."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
 
