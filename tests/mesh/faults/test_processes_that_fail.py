@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh import TextDelta
 from stagemesh.v1 import admin_pb2 as admin_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
+from tests.mesh.faults.load import Load, text_of
 from tests.mesh.faults.processes import Processes, eventually, processes
 
 READY, SUSPECT = replica_pb.REPLICA_STATE_READY, replica_pb.REPLICA_STATE_SUSPECT
@@ -39,45 +39,6 @@ def two(tmp_path: Path) -> Iterator[Processes]:
 def one(tmp_path: Path) -> Iterator[Processes]:
     with processes(tmp_path, PIPELINE % 1) as mesh:
         yield mesh
-
-
-def text_of(mesh: Processes, prompt: str = "a wish", **options: object) -> str:
-    with mesh.client as client:
-        frames = client.generate(prompt, timeout=30, **options)  # type: ignore[arg-type]
-        return "".join(frame.text for frame in frames if isinstance(frame, TextDelta))
-
-
-class Load:
-    """Requests one after the other from a few threads; what failed is kept."""
-
-    def __init__(self, mesh: Processes, threads: int = 3) -> None:
-        self.failures: list[str] = []
-        self.done = 0
-        self._mesh = mesh
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(threads)]
-
-    def _run(self, number: int) -> None:
-        expected = None
-        while not self._stop.is_set():
-            try:
-                text = text_of(self._mesh, f"wish {number}")
-                expected = expected or text
-                if text != expected:
-                    self.failures.append(f"{text!r} is not {expected!r}")
-                self.done += 1
-            except Exception as error:
-                self.failures.append(repr(error))
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(60)
 
 
 def test_workers_may_start_before_the_head(one: Processes) -> None:

@@ -1,0 +1,71 @@
+"""Steady load on a mesh of processes, and what its clients saw."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+from stagemesh import TextDelta
+from tests.mesh.faults.processes import Processes
+
+REQUEST_S = 30.0
+
+
+def text_of(mesh: Processes, prompt: str = "a wish", **options: object) -> str:
+    """The whole text of one request, over a connection of its own."""
+    with mesh.client as client:
+        frames = client.generate(prompt, timeout=REQUEST_S, **options)  # type: ignore[arg-type]
+        return "".join(frame.text for frame in frames if isinstance(frame, TextDelta))
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One request that was answered; times are those of the monotonic clock."""
+
+    started: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.started
+
+
+class Load:
+    """Requests one after the other from a few threads; what failed is kept."""
+
+    def __init__(self, mesh: Processes, threads: int = 3) -> None:
+        self.failures: list[str] = []
+        self.answered: list[Answered] = []
+        self._mesh = mesh
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(threads)]
+
+    @property
+    def done(self) -> int:
+        """Requests that were answered."""
+        return len(self.answered)
+
+    def _run(self, number: int) -> None:
+        expected = None
+        while not self._stop.is_set():
+            started = time.monotonic()
+            try:
+                text = text_of(self._mesh, f"wish {number}")
+                expected = expected or text
+                if text != expected:
+                    self.failures.append(f"{text!r} is not {expected!r}")
+                self.answered.append(Answered(started, time.monotonic()))
+            except Exception as error:
+                self.failures.append(repr(error))
+                self._stop.wait(0.1)
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(2 * REQUEST_S)
