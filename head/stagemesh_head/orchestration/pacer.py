@@ -23,7 +23,8 @@ WINDOW_S = 0.05
 class Paced(Protocol):
     """A stream that waits for its moment."""
 
-    last_flush: float
+    due: float
+    """When it may be flushed next; 0 before the first time."""
     last_window: int
 
     def flush_now(self) -> None:
@@ -46,7 +47,8 @@ class Pacer:
         """A stream is being flushed."""
         if now >= self._window_ends:
             self._next_window(now)
-        stream.last_flush = now
+        # Moments stay on their grid: a stream as fast as the interval that is a little late once is not late for ever.
+        stream.due = max(stream.due + self.interval, now) if stream.due else now + self.interval
         if stream.last_window != self._window:
             stream.last_window = self._window
             self._busy += 1
@@ -55,12 +57,11 @@ class Pacer:
         """Whether a stream with new output must wait; then `flush_now` is called at its moment."""
         if self.interval == 0.0:
             return False
-        due = stream.last_flush + self.interval
-        if due <= now:
+        if stream.due <= now:
             return False
-        self._due.append((due, stream))
+        self._due.append((stream.due, stream))
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(due - now, self._fire)
+            self._timer = asyncio.get_running_loop().call_later(stream.due - now, self._fire)
         return True
 
     def _next_window(self, now: float) -> None:

@@ -51,8 +51,8 @@ class ClientStream:
         "_is_scheduled",
         "_pacer",
         "_waiter",
+        "due",
         "is_ended",
-        "last_flush",
         "last_window",
         "pending_bytes",
         "request_id",
@@ -63,7 +63,7 @@ class ClientStream:
         """Args: sequence: of the last response that the client has already."""
         self.request_id = request_id
         self.sequence = sequence
-        self.last_flush = 0.0
+        self.due = 0.0
         self.last_window = -1
         self.is_ended = False
         self.pending_bytes = 0
