@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import grpc
@@ -11,6 +13,8 @@ import grpc
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.rpc.options import SERVER_OPTIONS
 from stagemesh.rpc.security import Role, Security, SecurityError, TokenBook
+
+log = logging.getLogger(__name__)
 
 _ALLOWED: dict[str, frozenset[Role]] = {
     "stagemesh.v1.InferenceService": frozenset({Role.CLIENT, Role.OPERATOR}),
@@ -21,6 +25,7 @@ _ALLOWED: dict[str, frozenset[Role]] = {
     "stagemesh.v1.TensorService": frozenset({Role.WORKER}),
 }
 """Service -> roles that may call it. Health needs no token, since probes have none; all else needs a valid one."""
+NOTE_EVERY_S, MAX_NOTED = 10.0, 256
 _OPEN = frozenset({"grpc.health.v1.Health"})
 
 
@@ -105,6 +110,7 @@ class _RoleCheck(grpc.aio.ServerInterceptor):
     def __init__(self, book: TokenBook, extra_roles: Sequence[Role]) -> None:
         self._book = book
         self._extra = frozenset(extra_roles)
+        self._noted: dict[tuple[str, str], float] = {}
 
     async def intercept_service(
         self,
@@ -127,8 +133,19 @@ class _RoleCheck(grpc.aio.ServerInterceptor):
                     service=service,
                 )
         except MeshError as error:
+            self._note(handler_call_details.method, error)
             return _refusing(handler, error)
         return handler
+
+    def _note(self, method: str, error: MeshError) -> None:
+        """Log a refusal; the same one at most every few seconds, however often it is tried."""
+        now, last = monotonic(), self._noted.get((method, error.message), -NOTE_EVERY_S)
+        if now - last < NOTE_EVERY_S:
+            return
+        if len(self._noted) >= MAX_NOTED:
+            self._noted.clear()
+        self._noted[method, error.message] = now
+        log.warning("refused a call of %s: %s", method, error.message)
 
 
 def _bearer(details: grpc.HandlerCallDetails) -> str:
