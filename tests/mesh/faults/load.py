@@ -20,11 +20,12 @@ def text_of(mesh: Processes, prompt: str = "a wish", **options: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """One request that was answered; times are those of the monotonic clock."""
+class Outcome:
+    """What became of one request; times are those of the monotonic clock."""
 
     started: float
     ended: float
+    error: str = ""
 
     @property
     def seconds(self) -> float:
@@ -35,11 +36,16 @@ class Load:
     """Requests one after the other from a few threads; what failed is kept."""
 
     def __init__(self, mesh: Processes, threads: int = 3) -> None:
-        self.failures: list[str] = []
-        self.answered: list[Answered] = []
+        self.answered: list[Outcome] = []
+        self.failed: list[Outcome] = []
         self._mesh = mesh
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(threads)]
+
+    @property
+    def failures(self) -> list[str]:
+        """Of each request that failed, why."""
+        return [outcome.error for outcome in self.failed]
 
     @property
     def done(self) -> int:
@@ -49,16 +55,16 @@ class Load:
     def _run(self, number: int) -> None:
         expected = None
         while not self._stop.is_set():
-            started = time.monotonic()
+            started, error = time.monotonic(), ""
             try:
                 text = text_of(self._mesh, f"wish {number}")
                 expected = expected or text
                 if text != expected:
-                    self.failures.append(f"{text!r} is not {expected!r}")
-                self.answered.append(Answered(started, time.monotonic()))
-            except Exception as error:
-                self.failures.append(repr(error))
-                self._stop.wait(0.1)
+                    error = f"{text!r} is not {expected!r}"
+            except Exception as caught:
+                error = repr(caught)
+            outcome = Outcome(started, time.monotonic(), error)
+            (self.failed if error else self.answered).append(outcome)
 
     def __enter__(self) -> Load:
         for thread in self._threads:
