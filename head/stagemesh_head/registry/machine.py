@@ -141,7 +141,7 @@ class Machine:
         if away > self.settings.heartbeat_interval_s:
             # Heartbeats wait in the sockets: nobody is late but this process.
             for node in nodes:
-                node.last_heartbeat += away
+                node.last_heartbeat = min(now, node.last_heartbeat + away)
             self._book.effects.append(Happened("head.stalled", "", reason=f"the head stood still for {away:.1f} s"))
         for node in nodes:
             age = now - node.last_heartbeat
