@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 
+from routing_plot import draw
+
 from stagemesh_head.routing.policies import Policy, PowerOfTwo, Random, RouteHint
 from stagemesh_head.routing.registry import BUILT_IN, make_policy
 
@@ -57,9 +59,13 @@ SLOW_THIRD = (1.0,) * 11 + (0.5,) * 5
 WORLDS = (
     World("one head"),
     World("8 gateways", gateways=8),
+    World("32 gateways", gateways=32),
     World("unequal replicas", gateways=8, speeds=SLOW_THIRD),
     World("shared prefixes", gateways=8, speeds=SLOW_THIRD, prefixes=200),
+    World("shared prefixes, 32 gateways", gateways=32, speeds=SLOW_THIRD, prefixes=200),
 )
+PLOTTED = ("one head", "32 gateways", "shared prefixes")
+PLOTTED_LOADS = (0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 # -- the load -----------------------------------------------------------------
@@ -143,7 +149,7 @@ class Mesh:
     def __init__(self, world: World, policy: str, seed: int) -> None:
         self._world = world
         self._policies = [policy_of(policy, seed * 1000 + number) for number in range(world.gateways)]
-        self._views = [[Seat(i) for i in range(len(world.speeds))] for _ in range(world.gateways)]
+        self.views = [[Seat(i) for i in range(len(world.speeds))] for _ in range(world.gateways)]
         self._picks = [0] * world.gateways
         self.replicas = [Replica(speed, world.slots, world.cached) for speed in world.speeds]
         self.samples: list[tuple[int, int, int]] = []
@@ -169,7 +175,7 @@ class Mesh:
 
     def _arrives(self, now: float, request: Request, last: float) -> None:
         gateway = request.gateway
-        seat = self._policies[gateway].choose(self._views[gateway], request.hint)
+        seat = self._policies[gateway].choose(self.views[gateway], request.hint)
         self._picks[gateway] += 1
         seat.last_pick = self._picks[gateway]
         seat.inflight += 1
@@ -182,7 +188,7 @@ class Mesh:
 
     def _done(self, now: float, request: Request, last: float) -> None:
         request.done_at = now
-        self._views[request.gateway][request.chosen].inflight -= 1
+        self.views[request.gateway][request.chosen].inflight -= 1
         replica = self.replicas[request.chosen]
         replica.running -= 1
         if replica.queue:
@@ -196,7 +202,7 @@ class Mesh:
 
     def _hears(self, now: float, report: tuple[int, int], last: float) -> None:
         number, tasks = report
-        for view in self._views:
+        for view in self.views:
             view[number].reported = tasks
 
     def _sample(self, now: float, _: None, last: float) -> None:
@@ -250,24 +256,55 @@ def measure(world: World, policy: str, count: int, seeds: Iterable[int]) -> Figu
     )
 
 
-def main() -> None:
-    """Print the table; draw the plot when asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=20_000, help="of one seed")
-    parser.add_argument("--seeds", type=int, default=3, help="runs that are counted together")
-    parser.add_argument("--policy", action="append", help="only this one, a plug-in's too; several times for several")
-    arguments = parser.parse_args()
-    policies = arguments.policy or list(BUILT_IN)
-    seeds = range(arguments.seeds)
-    print("| world | policy | p50 s | p99 s | utilisation | prefix hits | imbalance |\n|---|---|---:|---:|---:|---:|---:|")
+def print_table(policies: Sequence[str], count: int, seeds: range) -> None:
+    """Every policy in every world, as Markdown."""
+    print("| world | policy | p50 s | p99 s | utilisation | prefix hits | imbalance |")
+    print("|---|---|---:|---:|---:|---:|---:|")
     for world in WORLDS:
         for policy in policies:
-            f = measure(world, policy, arguments.requests, seeds)
+            f = measure(world, policy, count, seeds)
             print(
                 f"| {world.name} | {policy} | {f.p50_s:.2f} | {f.p99_s:.2f} | {f.utilisation:.0%} | "
                 f"{f.hit_rate:.0%} | {f.imbalance:.2f} |",
                 flush=True,
             )
+
+
+def plot(policies: Sequence[str], count: int, seeds: range) -> str:
+    """p99 against load in the plotted worlds, as SVG."""
+    panels = {
+        world.name: {
+            policy: [(load, measure(replace(world, load=load), policy, count, seeds).p99_s) for load in PLOTTED_LOADS]
+            for policy in policies
+        }
+        for world in WORLDS
+        if world.name in PLOTTED
+    }
+    title = "99th percentile of latency against load (simulated; lines end where they leave the plot)"
+    return draw(title, panels, x_label="load, no cache counted", y_label="p99 latency (s)", y_max=16, y_step=4)
+
+
+def main() -> None:
+    """Print the table, and draw the plot when asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=20_000, help="of one seed")
+    parser.add_argument("--seeds", type=int, default=3, help="runs that are counted together")
+    parser.add_argument("--policy", action="append", help="only this one, a plug-in's too; several times for several")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw p99 against load into this SVG file")
+    arguments = parser.parse_args()
+    if arguments.requests < 100 or arguments.seeds < 1:
+        parser.error("--requests must be 100 or more, and --seeds 1 or more")
+    policies = arguments.policy or list(BUILT_IN)
+    for policy in policies:
+        try:
+            make_policy(policy)
+        except ValueError as error:
+            parser.error(str(error))
+    seeds = range(arguments.seeds)
+    print_table(policies, arguments.requests, seeds)
+    if arguments.plot:
+        arguments.plot.parent.mkdir(parents=True, exist_ok=True)
+        arguments.plot.write_text(plot(policies, arguments.requests, seeds))
 
 
 if __name__ == "__main__":
