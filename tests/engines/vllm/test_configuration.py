@@ -21,6 +21,10 @@ MISTAKES = {
     "lost model": ({"model": "/nowhere/to/be/found"}, "/nowhere/to/be/found: there is no such folder"),
     "connector": ({"engine_args": {"kv_transfer_config": {"kv_role": "boss"}}}, "engine_args.kv_transfer_config"),
 }
+MISTAKES["slots"] = (
+    {"lora_modules": {"a": "/a", "b": "/b"}, "engine_args": {"max_loras": 2}},
+    "engine_args.max_loras: 2: on a CPU want 3",
+)
 SETTINGS = {
     "defaults": {},
     "own": {"engine_args": {"dtype": "bfloat16", "enforce_eager": False, "kv_cache_memory_bytes": 1 << 20}},

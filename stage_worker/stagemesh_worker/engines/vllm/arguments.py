@@ -55,7 +55,7 @@ def engine_arguments(stage: Stage, devices: DeviceSet) -> AsyncEngineArgs:
     if stage.runtime.max_batch_size is not None:
         arguments["max_num_seqs"] = stage.runtime.max_batch_size
     if stage.lora_modules:
-        arguments |= {"enable_lora": True, "max_loras": min(4, len(stage.lora_modules))}
+        arguments |= {"enable_lora": True, "max_loras": _lora_slots(stage, devices)}
     if stage.connector:
         arguments["kv_transfer_config"] = _transfer_config(stage, devices)
     arguments |= stage.engine_args
@@ -63,6 +63,21 @@ def engine_arguments(stage: Stage, devices: DeviceSet) -> AsyncEngineArgs:
         if isinstance(arguments.get(name), Mapping):
             arguments[name] = _made(stage, name, kind, arguments[name])
     return _made(stage, "", AsyncEngineArgs, arguments | {"model": stage.model, "disable_log_stats": True})
+
+
+def _lora_slots(stage: Stage, devices: DeviceSet) -> int:
+    """Adapters that one batch may hold."""
+    if devices.kind != "cpu":
+        return min(4, len(stage.lora_modules))
+    # vLLM's CPU kernels give a request without an adapter the weights of the last slot when another request of its
+    # batch has one (vllm pull requests 48421 and 49656). With a slot more than adapters the last one stays empty.
+    wanted = len(stage.lora_modules) + 1
+    if stage.engine_args.get("max_loras", wanted) < wanted:
+        raise EngineConfigError(
+            f"stage {stage.name}: engine_args.max_loras: {stage.engine_args['max_loras']}: on a CPU want {wanted}, one "
+            f"more than the {len(stage.lora_modules)} lora_modules"
+        )
+    return wanted
 
 
 def _transfer_config(stage: Stage, devices: DeviceSet) -> dict[str, Any]:

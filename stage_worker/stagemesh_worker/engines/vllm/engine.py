@@ -83,13 +83,18 @@ class VllmEngine(Engine):
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         from stagemesh_worker.engines.vllm.generation import Generation
+        from stagemesh_worker.engines.vllm.pooling import Pooling
         from stagemesh_worker.engines.vllm.refusal import refused
         from stagemesh_worker.engines.vllm.streaming import StreamingGeneration
 
         lora = self._loras.of_task(task.submit)
-        kind = Generation if task.more_input is None else StreamingGeneration
         try:
-            await kind(task, sink, self._builder, self._stop_ids, lora).run(self._llm)
+            if self._llm.model_config.runner_type == "pooling":
+                await Pooling(task, sink, self._builder, lora).run(self._llm)
+            elif task.more_input is not None:
+                await StreamingGeneration(task, sink, self._builder, lora).run(self._llm)
+            else:
+                await Generation(task, sink, self._builder, self._stop_ids, lora).run(self._llm)
         except EngineDeadError as error:
             raise MeshError(Reason.ENGINE_DEAD, self._death()) from error
         except (VLLMClientError, ValueError, TypeError) as error:

@@ -35,10 +35,9 @@ class StreamingGeneration:
         task: EngineTask,
         sink: TaskSink,
         builder: PromptBuilder,
-        default_stop_ids: frozenset[int],
         lora: LoRARequest | None,
     ) -> None:
-        """As `Generation`."""
+        """Raises MeshError for what streaming input cannot have."""
         self._task = task
         self._sink = sink
         self._builder = builder
