@@ -27,6 +27,7 @@ from stagemesh_head.follower import Follower
 from stagemesh_head.gateway import Gateway
 from stagemesh_head.metrics import HeadMetrics
 from stagemesh_head.orchestration.recovery import RecoveryLimits
+from stagemesh_head.processes import end_with_parent, gateway_command
 from stagemesh_head.registry.registry import Registry
 from stagemesh_head.registry.settings import RegistrySettings
 from stagemesh_head.registry.state import StageKey
@@ -53,6 +54,10 @@ class HeadSettings:
     """Another host:port for nodes; None: the same."""
     ready_file: Path | None = None
     """Gets one line, host:port of `listen`, once the head serves."""
+    gateways: int = 0
+    """Gateway processes to run beside the head; 0: it serves clients by itself only."""
+    gateway_listen: str = "127.0.0.1:8480"
+    """Where they listen, all on one port."""
     metrics_listen: str | None = None
     """host:port of a Prometheus endpoint; None: no metrics."""
     drain_timeout_s: float = 30.0
@@ -83,6 +88,7 @@ class Head:
         self._servers: list[tuple[grpc.aio.Server, Health]] = []
         self._metrics = HeadMetrics(pipelines, self.registry, self.gateway) if settings.metrics_listen else None
         self._lag_watch: asyncio.Task[None] | None = None
+        self._gateways: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         """Begin to serve.
@@ -110,8 +116,18 @@ class Head:
             Security.from_environment().check_bind(self.settings.metrics_listen.rpartition(":")[0])
             log.info("serving metrics on port %d", self._metrics.serve(self.settings.metrics_listen))
             self._lag_watch = asyncio.create_task(self._metrics.watch_lag(), name="event loop lag")
+        if self.settings.gateways:
+            await self._start_gateways()
         if self.settings.ready_file is not None:
             write_ready_file(self.settings.ready_file, self.address)
+
+    async def _start_gateways(self) -> None:
+        settings = self.settings
+        command = gateway_command(
+            self.address, settings.gateway_listen, settings.drain_timeout_s, "--processes", str(settings.gateways)
+        )
+        self._gateways = await asyncio.create_subprocess_exec(*command, preexec_fn=end_with_parent)
+        log.info("%d gateways serving on %s", settings.gateways, settings.gateway_listen)
 
     async def _serve(self, server: grpc.aio.Server, services: Sequence[str], address: str) -> str:
         health = Health(server, services)
@@ -128,6 +144,8 @@ class Head:
         """Say that it is not ready, refuse new requests, and let those in flight finish."""
         for _, health in self._servers:
             await health.set_ready(False)
+        if self._gateways is not None and self._gateways.returncode is None:
+            self._gateways.terminate()
         stopped = await self.gateway.drain(self.settings.drain_timeout_s)
         if stopped:
             log.warning("%d requests were still in flight and have been stopped", stopped)
@@ -137,6 +155,12 @@ class Head:
         if self._metrics is not None and self._lag_watch is not None:
             self._lag_watch.cancel()
             self._metrics.close()
+        if self._gateways is not None and self._gateways.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._gateways.terminate()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EXIT_WITHIN_S):
+                    await self._gateways.wait()
         await self.registry.close()
         await self.gateway.stop()
         for server, _ in self._servers:

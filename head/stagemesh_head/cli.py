@@ -38,6 +38,17 @@ def head(
             metavar="HOST:PORT", help="Another address for nodes; else the same.", rich_help_panel="Addresses"
         ),
     ] = None,
+    gateways: Annotated[
+        int,
+        typer.Option(
+            min=0, max=64, metavar="N", help="Gateway processes to run beside it, one a core.",
+            rich_help_panel="Addresses",
+        ),
+    ] = 0,
+    gateway_listen: Annotated[
+        str,
+        typer.Option(metavar="HOST:PORT", help="Where clients find those.", rich_help_panel="Addresses"),
+    ] = "127.0.0.1:8480",
     metrics_listen: Annotated[
         str | None,
         typer.Option(
@@ -120,6 +131,8 @@ def head(
         settings = HeadSettings(
             listen=listen,
             registry_listen=registry_listen,
+            gateways=gateways,
+            gateway_listen=gateway_listen,
             metrics_listen=metrics_listen,
             ready_file=ready_file,
             drain_timeout_s=drain_timeout,

@@ -24,15 +24,12 @@ def run_sharing_a_port(
     # Held open, so that a port picked here stays this command's until the processes have it.
     with _reserve(host, int(port)) as placeholder:
         address = f"{host}:{placeholder.getsockname()[1]}"
-        command = [
-            sys.executable, "-m", "stagemesh.cli.main", "gateway", "--head", head, "--listen", address, "--shares-port",
-            "--drain-timeout", str(drain_timeout_s), "--log-level", log_level,
-        ]  # fmt: skip
+        command = gateway_command(head, address, drain_timeout_s, "--shares-port", "--log-level", log_level)
         children = []
         for number in range(count):
             # One ready file is enough: it says that there is a port to dial.
             ready = ["--ready-file", str(ready_file)] if ready_file is not None and number == 0 else []
-            children.append(subprocess.Popen([*command, *ready], preexec_fn=_die_with_parent))
+            children.append(subprocess.Popen([*command, *ready], preexec_fn=end_with_parent))
         told = threading.Event()
 
         def pass_on(number: int, _frame: object) -> None:
@@ -57,5 +54,12 @@ def _reserve(host: str, port: int) -> socket.socket:
     return placeholder
 
 
-def _die_with_parent() -> None:
+def gateway_command(head: str, listen: str, drain_timeout_s: float, *further: str) -> list[str]:
+    """The command line of a gateway in a process of its own."""
+    common = ["--head", head, "--listen", listen, "--drain-timeout", str(drain_timeout_s)]
+    return [sys.executable, "-m", "stagemesh.cli.main", "gateway", *common, *further]
+
+
+def end_with_parent() -> None:
+    """For a child, before it becomes a gateway: it drains when its parent dies."""
     die_with_parent(signal.SIGTERM)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import socket
 from pathlib import Path
 
 from stagemesh import Client, TextDelta
@@ -47,6 +49,28 @@ def test_gateways_share_a_port_and_outlive_a_restart_of_the_head(tmp_path: Path)
         assert ask() == expected
         gateway.signal(15)
         assert gateway.wait() == 0, gateway.output
+
+
+def test_head_runs_gateways_beside_it_and_takes_them_along(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with processes(tmp_path, PIPELINE) as mesh:
+        head = mesh.start_head("--gateways", "2", "--gateway-listen", address)
+        worker = mesh.start_worker("a")
+        mesh.ready(2)
+
+        def served() -> str:
+            with Client(address, max_retries=0) as client:
+                frames = client.generate("a wish", timeout=10)
+                return "".join(frame.text for frame in frames if isinstance(frame, TextDelta))
+
+        assert eventually("a gateway serves", served)
+        head.signal(signal.SIGTERM)
+        assert head.wait() == 0
+        worker.signal(signal.SIGTERM)
+        worker.wait()
+        eventually("the gateways are gone", lambda: not mesh.survivors(), 15)
 
 
 def test_gateway_heeds_a_signal_while_it_waits_for_its_head(tmp_path: Path) -> None:
