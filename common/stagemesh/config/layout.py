@@ -89,7 +89,7 @@ def parse_devices(devices: str | Sequence[int] | None, *, path: str = "runtime.d
     for part in parts:
         text = str(part).strip().rpartition(":")[2]
         if not text.isdigit():
-            raise ConfigError("want device numbers such as \"0,1\", or auto", path=path, value=devices)
+            raise ConfigError('want device numbers such as "0,1", or auto', path=path, value=devices)
         numbers.append(int(text))
     if len(set(numbers)) != len(numbers):
         raise ConfigError("a device is listed twice", path=path, value=devices)

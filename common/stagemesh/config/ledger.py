@@ -57,7 +57,7 @@ def fits(capacity_bytes: int, claims: Iterable[Claim]) -> bool:
 
 def show_ledger(device: str, capacity_bytes: int, claims: Sequence[Claim]) -> list[str]:
     """The ledger as lines: a claim each, then the sum."""
-    width = max((len(claim.replica) for claim in claims), default=0)
+    width = max(len(name) for name in ("in all", *(claim.replica for claim in claims)))
     lines = []
     for claim in claims:
         asked = f"{claim.share:.0%} of it" if claim.share else f"{claim.fixed_bytes / GIB:.2f} GiB"

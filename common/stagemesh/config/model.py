@@ -32,7 +32,7 @@ class Runtime(_Frozen):
     """Where and how often a stage runs."""
 
     devices: str | tuple[int, ...] | None = None
-    """Device numbers on a node: "0,1", a list, "auto" or unset; `layout.split_devices` shares a list among replicas."""
+    """Device numbers on a node: "0,1", a list, "auto" or unset; see [Devices](#devices) for how a list is shared."""
     num_replicas: Annotated[int, Field(ge=0)] = 1
     """Replicas wanted; 0 for a stage that other nodes will fill."""
     process: bool = True
@@ -59,7 +59,7 @@ class Runtime(_Frozen):
                 return tuple(int(text) for text in texts)
         elif value is None or isinstance(value, str):
             return value
-        raise ValueError("want device numbers such as \"0,1\", a list of them, or auto")
+        raise ValueError('want device numbers such as "0,1", a list of them, or auto')
 
     @field_validator("env", mode="before")
     @classmethod
@@ -112,8 +112,9 @@ class Stage(_Frozen):
     model: str = ""
     """Folder or name of the model; relative paths are relative to the pipeline file."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Options for the engine, checked by the worker against the engine's real fields."""
+    """Options of the engine, checked by the worker against the engine's real fields."""
     runtime: Runtime = Runtime()
+    """Where and how often it runs."""
     inputs: tuple[str, ...] = ()
     """Names of the stages that it reads. In a file: names or ids, the stage before when unset."""
     input_adapter: str | None = None
@@ -141,6 +142,7 @@ class Stage(_Frozen):
     lora_modules: dict[str, str] = Field(default_factory=dict)
     """Adapters that requests may ask for: name to path."""
     limits: StageLimits = StageLimits()
+    """Bounds of its requests."""
 
     @model_validator(mode="before")
     @classmethod
@@ -174,8 +176,11 @@ class Pipeline(_Frozen):
     name: str
     """RFC-1123 label; the file's name when unset."""
     stages: tuple[Stage, ...]
+    """The models, in the order of their ids."""
     routing: Routing = Routing()
+    """How tasks are spread over replicas."""
     limits: Limits = Limits()
+    """Bounds of the whole pipeline."""
 
     @field_validator("name")
     @classmethod

@@ -77,9 +77,7 @@ def parse_tree(text: str, name: str) -> Tree:
     except (yaml.YAMLError, RecursionError, ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"not YAML: {_one_line(error)}", file=name) from None
     if not isinstance(plain, dict):
-        raise ConfigError(
-            "is not a mapping", file=name, value=plain, hint="a pipeline file is a mapping with `stages`"
-        )
+        raise ConfigError("is not a mapping", file=name, value=plain, hint="a pipeline file is a mapping with `stages`")
     # Most files interpolate nothing, and OmegaConf's own tree costs ten times the parsing.
     data = _interpolated(plain, name) if "${" in text else plain
     origins = Origins({path: Origin(name, line) for path, line in lines.items()})

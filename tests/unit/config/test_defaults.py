@@ -90,7 +90,7 @@ def test_output_is_what_the_pipeline_makes(kind: str, output: str, diffusers: Pa
 
 def test_broken_model_index(diffusers: Path) -> None:
     (diffusers / "model_index.json").write_text("{")
-    with pytest.raises(ConfigError, match="model_index.json: cannot be read: Expecting property name"):
+    with pytest.raises(ConfigError, match=r"model_index.json: cannot be read: Expecting property name"):
         default_pipeline(diffusers)
 
 

@@ -10,7 +10,7 @@ import pytest
 from stagemesh.config import ConfigError
 from stagemesh.config.dotted import NotHere, check_dotted
 
-MODULE = '''
+MODULE = """
 from __future__ import annotations
 import os.path as paths
 raise SystemExit("this module must not be run")
@@ -25,7 +25,7 @@ try:
     from elsewhere import something as renamed
 except ImportError:
     fallback = None
-'''
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,10 @@ def test_paths_that_lead_somewhere(dotted: str) -> None:
     [
         ("operators_package.inner.adapters.functoin", "has no 'functoin'; did you mean function?"),
         ("operators_package.iner.adapters.function", "there is no module 'operators_package.iner' here"),
-        ("operators_package.inner.adapters.deeper.function", "no module 'operators_package.inner.adapters.deeper' here"),
+        (
+            "operators_package.inner.adapters.deeper.function",
+            "no module 'operators_package.inner.adapters.deeper' here",
+        ),
         ("function", "want `package.module.function`"),
         ("operators_package..function", "want `package.module.function`"),
         ("../adapters.py", "want `package.module.function`"),

@@ -21,7 +21,7 @@ CARD = 24 * GIB
             Claim("s/3", fixed_bytes=GIB),
         ),
         (Stage(name="s", stage_type="diffusion"), Claim("s/3")),
-        (Stage(name="s", stage_type="vocoder", engine="own", engine_args={"gpu_memory_utilization": 0.1}), Claim("s/3", share=0.1)),
+        (Stage(name="s", engine="own", engine_args={"gpu_memory_utilization": 0.1}), Claim("s/3", share=0.1)),
         (Stage(name="s", engine="synthetic"), Claim("s/3")),
     ],
 )  # fmt: skip
@@ -31,7 +31,9 @@ def test_claim_of_a_stage(stage: Stage, claim: Claim) -> None:
 
 @pytest.mark.parametrize("share", ["half", -0.1, 1.5, True])
 def test_share_that_is_none_is_refused(share: object) -> None:
-    with pytest.raises(ConfigError, match=r"stages\[0\].engine_args.gpu_memory_utilization: .*want a share from 0 to 1"):
+    with pytest.raises(
+        ConfigError, match=r"stages\[0\].engine_args.gpu_memory_utilization: .*want a share from 0 to 1"
+    ):
         claim_of(Stage(name="s", engine_args={"gpu_memory_utilization": share}), 0)
 
 

@@ -75,7 +75,8 @@ FILES = {
     "a decode stage that reads another stage too": (
         "stages:\n- {name: a, model: m, is_prefill_only: true, connector: c}\n- {name: x, model: m, inputs: []}\n"
         "- {name: b, model: m, is_decode_only: true, connector: c, inputs: [a, x]}\n",
-        "pipeline.yaml:4: stages[2].inputs: ['a', 'x']: the decode stage reads the prefill stage only; want inputs: [a]",
+        "pipeline.yaml:4: stages[2].inputs: ['a', 'x']: the decode stage reads the prefill stage only; "
+        "want inputs: [a]",
     ),
     "a prefill stage that the client reads": (
         "stages:\n- {name: a, model: m, is_prefill_only: true, connector: c, final_output: true}\n"
@@ -233,18 +234,20 @@ def test_override_for_a_stage_that_is_not_there(write) -> None:
 
 
 def test_override_is_told_the_near_stage(write) -> None:
-    with pytest.raises(ConfigError, match="--stage-overrides: panter: .*; did you mean painter?"):
+    with pytest.raises(ConfigError, match=r"--stage-overrides: panter: .*; did you mean painter?"):
         load_pipeline(write("stages:\n- {name: painter, model: m}\n"), stage_overrides={"panter": {}})
 
 
 def test_overlay_in_the_place_of_a_pipeline(write) -> None:
-    with pytest.raises(ConfigError, match="over.yaml: this is a deploy overlay, not a pipeline; lay it over one with"):
+    with pytest.raises(ConfigError, match=r"over.yaml: this is a deploy overlay, not a pipeline; lay it over one with"):
         load_pipeline(write("stages:\n- {stage_id: 0, max_num_seqs: 4}\n", "over.yaml"))
 
 
 def test_overlay_for_a_stage_that_is_not_there(write) -> None:
     over = write("stages:\n- {stage_id: 7, max_num_seqs: 4}\n", "over.yaml")
-    with pytest.raises(ConfigError, match=r"over.yaml:2: stages\[0\]: the pipeline has no stage '7'; stages are 0 \(a\)"):
+    with pytest.raises(
+        ConfigError, match=r"over.yaml:2: stages\[0\]: the pipeline has no stage '7'; stages are 0 \(a\)"
+    ):
         load_pipeline(write(ONE), overlays=[over])
 
 

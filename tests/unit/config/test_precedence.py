@@ -14,7 +14,8 @@ FILE = """
 stages:
 - name: llm
   model: m
-  engine_args: {file_only: file, file_overlay: file, file_arg: file, file_override: file, tensor_parallel_size: 2, max_loras: 4, enable_sleep_mode: false}
+  engine_args: {file_only: file, file_overlay: file, file_arg: file, file_override: file, max_loras: 4, \
+                tensor_parallel_size: 2, enable_sleep_mode: false}
 - name: picture
   stage_type: diffusion
   model: m
@@ -22,7 +23,8 @@ stages:
 """
 OVERLAY = """
 stages:
-- {stage_id: 0, file_overlay: overlay, overlay_only: overlay, overlay_arg: overlay, overlay_override: overlay, enable_lora: true}
+- {stage_id: 0, file_overlay: overlay, overlay_only: overlay, overlay_arg: overlay, overlay_override: overlay, \
+   enable_lora: true}
 platforms:
   cuda:
     stages:

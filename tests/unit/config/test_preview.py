@@ -50,7 +50,9 @@ def stages(draw: st.DrawFn) -> tuple[Stage, ...]:
 
 @settings(max_examples=200, deadline=None)
 @given(stages(), st.integers(1, 5), st.booleans())
-def test_preview_is_what_the_registry_places_on_an_empty_node(made: tuple[Stage, ...], count: int, on_cpu: bool) -> None:
+def test_preview_is_what_the_registry_places_on_an_empty_node(
+    made: tuple[Stage, ...], count: int, on_cpu: bool
+) -> None:
     served = pipeline(*made)
     offered = cores(count) if on_cpu else gpus(*range(count))
     try:

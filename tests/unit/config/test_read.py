@@ -65,7 +65,7 @@ def test_aliases_that_grow_without_end_are_refused_at_once(bomb: str) -> None:
         ("a: .inf\n", "x.yaml:1: a: inf: want a finite number"),
         ("a: 1e999\n", "x.yaml:1: a: inf: want a finite number"),
         ("a: [1, '???']\n", "x.yaml:1: a[1]: '???': is left open; fill it in"),
-        ("a: \"\\0\"\nb: ${oc.env:NO_SUCH_VARIABLE}\n", "Environment variable 'NO_SUCH_VARIABLE' not found"),
+        ('a: "\\0"\nb: ${oc.env:NO_SUCH_VARIABLE}\n', "Environment variable 'NO_SUCH_VARIABLE' not found"),
         ("a: ${b\n", "x.yaml: a: "),
         ("a: {b: 1, b: 2}\n", "x.yaml:1: 'b' is written twice, on line 1; keep one"),
     ],
@@ -84,5 +84,5 @@ def test_tags_construct_nothing() -> None:
 
 def test_tab_inside_quotes_is_a_tab() -> None:
     assert parse_tree("a: 'b\tc'\n", "x.yaml").data == {"a": "b\tc"}
-    with pytest.raises(ConfigError, match="x.yaml:1: a tab outside of quotes; want a space, or quotes around it"):
+    with pytest.raises(ConfigError, match=r"x.yaml:1: a tab outside of quotes; want a space, or quotes around it"):
         parse_tree("a: b\tc\n", "x.yaml")

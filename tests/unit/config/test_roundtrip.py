@@ -23,9 +23,27 @@ from tests.unit.config.conftest import FILES
 FILE_CASES = sorted(path for path in FILES.glob("*.yaml") if not path.name.startswith("overlay_"))
 text = st.text(alphabet=st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), max_size=20)
 number = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
-tricky = ["${a}", "\\${b}", "x ${", "a\\\\${c} $", "$", "1e3", "2026-12-01", "on", "~", "a: b", "- c", "# d", "a #b", "''", '"']
+tricky = [
+    "${a}",
+    "\\${b}",
+    "x ${",
+    "a\\\\${c} $",
+    "$",
+    "1e3",
+    "2026-12-01",
+    "on",
+    "~",
+    "a: b",
+    "- c",
+    "# d",
+    "a #b",
+    "''",
+    '"',
+]
 breaks = ["two\nlines", "tab\there", "\x85\u2028\ufeff", "\x00\x07", " padded ", "\n", "a\r\nb"]
-scalar = st.none() | st.booleans() | number | text.filter(lambda value: value != OPEN) | st.sampled_from(tricky + breaks)
+scalar = (
+    st.none() | st.booleans() | number | text.filter(lambda value: value != OPEN) | st.sampled_from(tricky + breaks)
+)
 values = st.recursive(
     scalar, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3), max_leaves=6
 )

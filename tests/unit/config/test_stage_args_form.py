@@ -7,6 +7,8 @@ import pytest
 from stagemesh.config import ConfigError, Loaded, load
 from tests.unit.config.conftest import FILES
 
+ONE = "stage_args:\n- {stage_id: 0}\n"
+
 
 def ignored(loaded: Loaded) -> str:
     """The one warning about what has no meaning."""
@@ -54,7 +56,9 @@ def test_devices_listed_twice_are_shared() -> None:
 
 
 def test_our_own_form_does_not_share_what_is_listed_twice(write) -> None:
-    path = write("stages:\n- {name: a, model: m, runtime: {devices: '0'}}\n- {name: b, model: m, runtime: {devices: '0'}}\n")
+    path = write(
+        "stages:\n- {name: a, model: m, runtime: {devices: '0'}}\n- {name: b, model: m, runtime: {devices: '0'}}\n"
+    )
     assert not any(stage.runtime.shared_devices for stage in load(path).pipeline.stages)
 
 
@@ -62,11 +66,15 @@ def test_file_without_models_loads_with_a_warning() -> None:
     loaded = load(FILES / "speech_chunked.yaml")
     assert [stage.model for stage in loaded.pipeline.stages] == ["", "", ""]
     missing = [text for text in loaded.warnings if "model: is missing" in text]
-    assert len(missing) == 3 and missing[1].endswith("stages[1].model: is missing; want a folder or the name of a model")
+    assert len(missing) == 3 and missing[1].endswith(
+        "stages[1].model: is missing; want a folder or the name of a model"
+    )
 
 
 def test_function_of_that_system_loads_with_a_warning(write) -> None:
-    path = write("stage_args:\n- {stage_id: 0}\n- {stage_id: 1, custom_process_input_func: vllm_omni.some.thinker2talker}\n")
+    path = write(
+        "stage_args:\n- {stage_id: 0}\n- {stage_id: 1, custom_process_input_func: vllm_omni.some.thinker2talker}\n"
+    )
     loaded = load(path, model="m")
     assert loaded.pipeline.stages[1].input_adapter == "vllm_omni.some.thinker2talker"
     assert any(":3: stages[1].input_adapter: " in text and "no module 'vllm_omni'" in text for text in loaded.warnings)
@@ -110,19 +118,19 @@ def test_edges_alone_say_who_reads_whom(write) -> None:
         ("stage_args: {}\n", ":1: stage_args: {}: want a list of stages"),
         ("stage_args: [x]\n", ":1: stage_args[0]: 'x': want a mapping"),
         ("stage_args:\n- {engine_args: 3}\n", ":2: stage_args[0].engine_args: 3: want a mapping"),
-        ("stage_args:\n- {stage_id: 0, final_outptu: true}\n", "stages[0].final_outptu: unknown key; did you mean final_output?"),
-        ("stage_args:\n- {stage_id: 0, runtime: {devics: '0'}}\n", "runtime.devics: unknown key; did you mean devices?"),
-        ("stage_args: [{stage_id: 0}]\nruntime: 3\n", ":2: runtime: 3: want a mapping"),
-        ("stage_args: [{stage_id: 0}]\nruntime: {defaults: 3}\n", ":2: runtime.defaults: 3: want a mapping"),
-        ("stage_args: [{stage_id: 0}]\nruntime: {edges: 3}\n", ":2: runtime.edges: 3: want a list of edges"),
-        ("stage_args: [{stage_id: 0}]\nruntime: {edges: [{from: 0}]}\n", "edges[0]: {'from': 0}: an edge is {from, to, window_size}"),
-        ("stage_args: [{stage_id: 0}]\nruntime: {edges: [{from: 0, to: 5}]}\n", "edges[0].to: 5: no stage has this id; stages are 0"),
+        (ONE + "- {stage_id: 1, final_outptu: true}\n", "[1].final_outptu: unknown key; did you mean final_output?"),
+        (ONE + "- {stage_id: 1, runtime: {devics: '0'}}\n", "runtime.devics: unknown key; did you mean devices?"),
+        (ONE + "runtime: 3\n", ":3: runtime: 3: want a mapping"),
+        (ONE + "runtime: {defaults: 3}\n", ":3: runtime.defaults: 3: want a mapping"),
+        (ONE + "runtime: {edges: 3}\n", ":3: runtime.edges: 3: want a list of edges"),
+        (ONE + "runtime: {edges: [{from: 0}]}\n", "edges[0]: {'from': 0}: an edge is {from, to, window_size}"),
+        (ONE + "runtime: {edges: [{from: 0, to: 5}]}\n", "edges[0].to: 5: no stage has this id; stages are 0"),
         (
-            "stage_args: [{stage_id: 0}, {stage_id: 1}]\nruntime: {edges: [{from: 0, to: 1, window_size: 0}]}\n",
+            ONE + "- {stage_id: 1}\nruntime: {edges: [{from: 0, to: 1, window_size: 0}]}\n",
             "edges[0].window_size: 0: want -1 (the whole output) or a number of chunks from 1",
         ),
     ],
-)  # fmt: skip
+)
 def test_mistakes_in_such_a_file(written: str, says: str, write) -> None:
     with pytest.raises(ConfigError) as caught:
         load(write(written), model="m")
