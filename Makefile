@@ -72,7 +72,7 @@ test-fast: install-dev ## Run the tests that start no real engine
 .PHONY: clients
 clients: $(NODE_CLIENT) ## Install what the clients in other languages need (Debian, as root) and build them
 	examples/clients/install-debian.sh
-	for language in go java cpp ruby; do $(MAKE) --no-print-directory -C examples/clients/$$language; done
+	for language in go java cpp ruby; do $(MAKE) --no-print-directory --silent -C examples/clients/$$language; done
 
 # ------------------------------------------------------------------ keep the house in order
 .PHONY: check
