@@ -185,7 +185,7 @@ class HeadLink:
         limit_s = self._give_up_after_s
         if limit_s is not None and time.monotonic() - cut_off_at >= limit_s:
             raise MeshError(
-                Reason.UNREACHABLE, f"no session with the head at {self._target} for {limit_s:.0f} s: {error.message}"
+                Reason.UNREACHABLE, f"no session with the head at {self._target} for {limit_s:g} s: {error.message}"
             )
 
     async def _pause(self, error: MeshError, cut_off_at: float) -> None:

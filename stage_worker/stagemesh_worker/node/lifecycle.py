@@ -214,7 +214,8 @@ class ReplicaLife:
 
     def _fail(self, error: MeshError, deadline: float) -> list[Order]:
         """The process is done for: wait for its end until `deadline`."""
-        self.step, self._failure, self.error, self._deadline = Step.FAILING, error, error, deadline
+        self.step, self.phase, self._deadline = Step.FAILING, "ending its process", deadline
+        self._failure = self.error = error
         return []
 
     def _over(self, lines: Sequence[str], now: float) -> list[Order]:

@@ -47,7 +47,7 @@ class DeviceLocks:
         Raises:
             OSError: it cannot be made or written.
         """
-        self.directory = directory or default_directory()
+        self.directory = _usable(directory) if directory is not None else default_directory()
         self._held: dict[str, _Held] = {}
 
     async def acquire(
@@ -108,6 +108,7 @@ class DeviceLocks:
                     held.users += 1
                     return
                 if descriptor < 0:
+                    _usable(self.directory)  # whoever cleans temporary files may have taken it
                     descriptor = _open(path)
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

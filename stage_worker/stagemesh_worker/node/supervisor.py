@@ -267,16 +267,16 @@ class Supervisor:
         seen = (life.step, life.incarnation, life.phase, error)
         if seen == slot.logged:
             return
-        before, slot.logged = slot.logged, seen
+        # While it starts again, the reason is that of the end before, and in the log already.
+        is_news = bool(error) and life.step is not Step.STARTING
+        slot.logged = seen
         self.changed.set()
-        if before[:2] == seen[:2] and before[3] == error:
-            log.info("%s: %s", life.name, life.phase)
-            return
         state = replica_pb.ReplicaState.Name(life.state).removeprefix("REPLICA_STATE_")
-        level = logging.WARNING if error else logging.INFO
-        where = f" at {life.endpoint}" if life.step is Step.SERVING else ""
-        why = ": ".join(part for part in (life.phase, error.partition("\n")[0]) if part)
-        log.log(level, "%s: %s%s%s", life.name, state, where, f": {why}" if why else "")
+        where = f" at {life.endpoint}" if life.step is Step.SERVING and not error else ""
+        # The lines below the first are the process's own, which are in the log already.
+        parts = [life.phase, error.partition("\n")[0] if is_news else ""]
+        why = "".join(f": {part}" for part in parts if part)
+        log.log(logging.WARNING if is_news else logging.INFO, "%s: %s%s%s", life.name, state, where, why)
 
     # ---------------------------------------------------------------- helpers
 

@@ -138,6 +138,12 @@ def test_a_directory_that_is_none_is_an_error_that_names_it(tmp_path: Path, monk
     assert refusal.value.filename == str(tmp_path / "file")
 
 
+async def test_a_directory_that_was_cleaned_away_is_made_anew(tmp_path: Path) -> None:
+    own = DeviceLocks(tmp_path / "locks")
+    (tmp_path / "locks").rmdir()
+    assert await own.acquire([cpu(0, 0)], 1) == ("core-0",)
+
+
 async def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "target").write_text("precious")
     (tmp_path / "core-0.lock").symlink_to(tmp_path / "target")
