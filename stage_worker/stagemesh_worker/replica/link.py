@@ -68,7 +68,14 @@ class Link:
         slot = submit.slot
         if slot in self._slots:
             raise invalid("slot", slot, "is still taken by the task before: wait for its terminal event")
-        sink = SlotSink(submit, self.outbox, self._keep_tensor, self._keep_media, lambda: self._free(slot))
+        sink = SlotSink(
+            submit,
+            self.outbox,
+            self._keep_tensor,
+            self._keep_media,
+            on_end=lambda: self._free(slot),
+            on_error=lambda error: task.fail(error),
+        )
         if self.draining:
             sink.failed(MeshError(Reason.DRAINING, "the replica takes no new work because it drains"))
             return

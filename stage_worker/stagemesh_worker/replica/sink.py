@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -18,8 +18,21 @@ from stagemesh_worker.replica.outbox import Outbox
 
 KeepTensor = Callable[[str, Any], tensor_pb.TensorValue]
 """(request id, NumPy array) -> the array inline or as a reference into this replica's store."""
+COPY_ON_LOOP_BELOW_BYTES = 1 << 20
+"""A larger array is copied on a thread: it would hold the event loop for over a millisecond."""
 KeepMedia = Callable[[str, frame_pb.MediaOutput], frame_pb.MediaOutput]
 """The same for an encoded file."""
+
+
+class _Tokens(NamedTuple):
+    ids: list[int]
+    text: str
+
+
+class _Event(NamedTuple):
+    event: stage_pb.TaskEvent
+    size_bytes: int
+    is_end: bool = False
 
 
 class SlotSink:
@@ -36,6 +49,7 @@ class SlotSink:
         "_keep_media",
         "_keep_tensor",
         "_on_end",
+        "_on_error",
         "_outbox",
         "_request_id",
         "_started_at",
@@ -55,15 +69,21 @@ class SlotSink:
         keep_tensor: KeepTensor,
         keep_media: KeepMedia,
         on_end: Callable[[], None],
+        on_error: Callable[[MeshError], None],
     ) -> None:
-        """`on_end` is called when the terminal event went to the outbox: the slot is free again."""
+        """A sink for one visit.
+
+        Args:
+            on_end: called when the terminal event went to the outbox: the slot is free again.
+            on_error: called when output that was taken could not be kept.
+        """
         self.slot = submit.slot
         self._request_id = submit.request_id
         self._outbox = outbox
         self._keep_tensor = keep_tensor
         self._keep_media = keep_media
         self._credit: int | None = submit.credit or None
-        self._held: deque[tuple[list[int], str] | tuple[stage_pb.TaskEvent, int]] = deque()
+        self._held: deque[_Tokens | _Event | asyncio.Future[_Event]] = deque()
         self._granted = asyncio.Event()
         self._submitted_at = time.monotonic()
         self._started_at = 0.0
@@ -76,11 +96,12 @@ class SlotSink:
         self.ended = False
         """The terminal event is on its way."""
         self._on_end = on_end
+        self._on_error = on_error
 
     @property
     def writable(self) -> bool:
         """Whether `ready` would return at once."""
-        return self._outbox.has_room and (self._credit is None or (self._credit > 0 and not self._held))
+        return self._outbox.has_room and not self._held and (self._credit is None or self._credit > 0)
 
     async def ready(self) -> None:
         """Wait until the consumer has credit for another frame and the link keeps up."""
@@ -110,10 +131,10 @@ class SlotSink:
         if not self._first_output:
             self._first_output = time.monotonic()
         self.completion_tokens += len(ids)
-        if self._credit is None:
+        if self._credit is None and not self._held:
             self._outbox.add_tokens(self.slot, ids, text)
         else:
-            self._held.append((ids, text))
+            self._held.append(_Tokens(ids, text))
             self._release()
 
     def text(self, delta: frame_pb.TextDelta) -> None:
@@ -140,10 +161,29 @@ class SlotSink:
         self._piece(stage_pb.TaskEvent(slot=self.slot, audio_chunk=chunk), size)
 
     def tensor(self, name: str, array: Any) -> None:
-        """A named NumPy array, inline or by reference."""
+        """A named NumPy array, inline or by reference; the engine must not change it afterwards."""
+        if self.finished:
+            return
+        if array.nbytes < COPY_ON_LOOP_BELOW_BYTES:
+            event = self._keep(name, array)
+            self._piece(event.event, event.size_bytes)
+            return
+        copying = asyncio.get_running_loop().run_in_executor(None, self._keep, name, array)
+        copying.add_done_callback(self._copied)
+        self._held.append(copying)
+
+    def _keep(self, name: str, array: Any) -> _Event:
         value = self._keep_tensor(self._request_id, array)
         event = stage_pb.TaskEvent(slot=self.slot, tensor=frame_pb.TensorOutput(name=name, value=value))
-        self._piece(event, len(value.inline.data))
+        return _Event(event, len(value.inline.data))
+
+    def _copied(self, copying: asyncio.Future[_Event]) -> None:
+        error = None if copying.cancelled() else copying.exception()
+        if error is not None and not self.ended:
+            self._on_error(MeshError.from_exception(error))
+        elif error is None:
+            self._release()
+            self._granted.set()
 
     def finish(self, finished: frame_pb.StageFinished) -> None:
         """The task ended well. Timings that the engine did not fill in are filled in here."""
@@ -201,15 +241,15 @@ class SlotSink:
             return
         if not self._first_output:
             self._first_output = time.monotonic()
-        if self._credit is None:
+        if self._credit is None and not self._held:
             self._outbox.add_event(event, size_bytes)
         else:
-            self._held.append((event, size_bytes))
+            self._held.append(_Event(event, size_bytes))
             self._release()
 
     def _end(self, event: stage_pb.TaskEvent) -> None:
         if self._held:
-            self._held.append((event, -1))
+            self._held.append(_Event(event, 0, is_end=True))
         else:
             self._say_end(event)
 
@@ -219,32 +259,45 @@ class SlotSink:
         self._on_end()
 
     def _release(self) -> None:
-        """Move what the credit pays for from here to the outbox, in order."""
-        assert self._credit is not None
+        """Move what the credit pays for from here to the outbox, in order, up to a tensor that is still copied."""
         while self._held:
-            first, second = self._held[0]
-            if isinstance(first, stage_pb.TaskEvent):
-                assert isinstance(second, int)
-                if second < 0:
-                    self._say_end(first)
-                elif self._credit <= 0:
+            first = self._held[0]
+            if isinstance(first, asyncio.Future):
+                if not first.done():
                     return
-                else:
-                    self._outbox.add_event(first, second)
-                    self._credit -= 1
+                self._held[0] = first = first.result()
+            if isinstance(first, _Tokens):
+                if not self._release_tokens(first):
+                    return
+            elif first.is_end:
+                self._say_end(first.event)
+            elif not self._pay(1):
+                return
             else:
-                assert isinstance(second, str)
-                if self._credit <= 0 and first:
-                    return
-                if len(first) > self._credit:
-                    # Text cannot be cut at tokens, so it goes with the last of them.
-                    self._outbox.add_tokens(self.slot, first[: self._credit], "")
-                    self._held[0] = (first[self._credit :], second)
-                    self._credit = 0
-                    return
-                self._outbox.add_tokens(self.slot, first, second)
-                self._credit -= len(first)
+                self._outbox.add_event(first.event, first.size_bytes)
             self._held.popleft()
+
+    def _release_tokens(self, tokens: _Tokens) -> bool:
+        """Whether all of them are on their way."""
+        ids, text = tokens
+        if self._pay(len(ids)):
+            self._outbox.add_tokens(self.slot, ids, text)
+            return True
+        paid = self._credit or 0
+        if paid > 0:
+            # Text cannot be cut at tokens, so it goes with the last of them.
+            self._outbox.add_tokens(self.slot, ids[:paid], "")
+            self._held[0] = _Tokens(ids[paid:], text)
+            self._credit = 0
+        return False
+
+    def _pay(self, units: int) -> bool:
+        if self._credit is None:
+            return True
+        if self._credit < units:
+            return False
+        self._credit -= units
+        return True
 
 
 def duration(seconds: float) -> Duration:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,14 +25,22 @@ class Box:
     def __init__(self) -> None:
         self.outbox = Outbox()
         self.ended: list[int] = []
+        self.errors: asyncio.Queue[MeshError] = asyncio.Queue()
+        self.copying = threading.Event()
+        self.copying.set()
         self.messages: list[stage_pb.ExecuteResponse] = []
 
     def sink(self, slot: int = 1, credit: int = 0) -> SlotSink:
         submit = stage_pb.SubmitTask(slot=slot, request_id="r", credit=credit)
         return SlotSink(
-            submit, self.outbox, lambda _, array: tensor_pb.TensorValue(), lambda _, media: media,
-            lambda: self.ended.append(slot),
+            submit, self.outbox, self.keep, lambda _, media: media, lambda: self.ended.append(slot), self.errors.put_nowait
         )  # fmt: skip
+
+    def keep(self, request_id: str, array: Any) -> tensor_pb.TensorValue:
+        self.copying.wait(5)
+        if array.size > 1 << 20:
+            raise MeshError(Reason.OVERLOADED, "no room")
+        return tensor_pb.TensorValue(ref=tensor_pb.TensorRef(key=str(array.size)))
 
     async def drain(self) -> list[tuple[int, object]]:
         """What came out now, in order: (slot, token ids) for columns, (slot, event name) for events."""
@@ -156,6 +167,30 @@ async def test_large_events_are_spread_over_messages_in_order(box: Box) -> None:
     await box.drain()
     indexes = [event.media.index for message in box.messages for event in message.events]
     assert indexes == [0, 1, 2, 3] and len(box.messages) == 2
+
+
+async def test_large_tensor_is_copied_off_the_loop_and_keeps_its_place(box: Box) -> None:
+    sink = box.sink()
+    box.copying.clear()
+    sink.tokens((1,), "one ")
+    sink.tensor("large", np.zeros(1 << 20, dtype=np.uint8))
+    sink.tokens((2,), "two ")
+    sink.finish(frame_pb.StageFinished())
+    assert await box.drain() == [(1, [1])]
+    assert not sink.writable
+    box.copying.set()
+    await asyncio.wait_for(sink.drained(), 5)
+    assert await box.drain() == [(1, [2]), (1, "tensor"), (1, "finished")]
+    assert box.messages[-1].events[0].tensor.value.ref.key == str(1 << 20)
+
+
+async def test_tensor_that_cannot_be_kept_is_an_error_of_its_task(box: Box) -> None:
+    sink = box.sink()
+    sink.tensor("too large", np.zeros((1 << 20) + 1, dtype=np.uint8))
+    error = await asyncio.wait_for(box.errors.get(), 5)
+    assert error.reason == Reason.OVERLOADED
+    sink.failed(error)
+    assert await box.drain() == [(1, "failed")]
 
 
 async def test_timings_are_filled_in_at_the_end(box: Box) -> None:
