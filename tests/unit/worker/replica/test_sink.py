@@ -33,8 +33,13 @@ class Box:
     def sink(self, slot: int = 1, credit: int = 0) -> SlotSink:
         submit = stage_pb.SubmitTask(slot=slot, request_id="r", credit=credit)
         return SlotSink(
-            submit, self.outbox, self.keep, lambda _, media: media, lambda: self.ended.append(slot), self.errors.put_nowait
-        )  # fmt: skip
+            submit,
+            self.outbox,
+            self.keep,
+            lambda _, media: media,
+            on_end=lambda: self.ended.append(slot),
+            on_error=self.errors.put_nowait,
+        )
 
     def keep(self, request_id: str, array: Any) -> tensor_pb.TensorValue:
         self.copying.wait(5)
