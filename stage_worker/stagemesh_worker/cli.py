@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -72,8 +71,6 @@ def worker(
 
     try:
         output = set_up_logging("node", level=log_level, as_json=log_json)
-        # Replicas log as their agent does.
-        os.environ.update(STAGEMESH_LOG_LEVEL=log_level, STAGEMESH_LOG_JSON="1" if log_json else "")
         settings = AgentSettings(
             head=head,
             stages=() if ANY_STAGE in (stage or ()) else tuple(stage or ()),

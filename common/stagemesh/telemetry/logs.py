@@ -1,7 +1,8 @@
 """Log lines of the mesh's processes: for people, or a JSON object a line for machines.
 
-A thread writes them, from a bounded queue: whoever reads standard error too slowly, or not at all, costs lines and
-never stops an event loop.
+In heads and node agents a thread writes them, from a bounded queue: whoever reads standard error too slowly, or not at
+all, costs lines and never stops an event loop. A replica writes straight into the pipe that its node agent reads: it
+may have to fork its engine, and a thread would be lost in that.
 """
 
 from __future__ import annotations
@@ -9,16 +10,21 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TextIO
 
+LEVEL_VARIABLE, JSON_VARIABLE = "STAGEMESH_LOG_LEVEL", "STAGEMESH_LOG_JSON"
+"""How a process that starts others tells them to log as it does."""
 MAX_WAITING_LINES = 10_000
 CLOSE_S = 2.0
 """For the lines that wait at the end."""
+_TIME_FORMAT = "%H:%M:%S"
 _RESERVED = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -69,7 +75,7 @@ class LogOutput:
         A line of JSON with a message is such a process's own log line and passes as it is.
         """
         if not self.as_json:
-            self.put(f"[{stage}/{replica}] {line}")
+            self.put(f"{time.strftime(_TIME_FORMAT)} [{stage}/{replica}] {line}")
         elif _is_log_line(line):
             self.put(line)
         else:
@@ -138,17 +144,37 @@ def set_up_logging(
     Raises:
         ValueError: the level is none of these.
     """
-    number = logging.getLevelNamesMapping().get(level.upper())
-    if number is None:
-        raise ValueError(f"log level {level!r}: want debug, info, warning or error")
+    number = _level(level)
     output = LogOutput(stream or sys.stderr, as_json=as_json)
     handler = _Handler(output)
     if as_json:
         handler.setFormatter(JsonFormatter({"component": component, **fields}))
     else:
-        handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)-7s {component}: %(message)s", "%H:%M:%S"))
+        handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)-7s {component}: %(message)s", _TIME_FORMAT))
     logging.basicConfig(level=number, handlers=[handler], force=True)
+    os.environ[LEVEL_VARIABLE], os.environ[JSON_VARIABLE] = level, "1" if as_json else ""
     return output
+
+
+def set_up_child_logging(component: str, **fields: object) -> None:
+    """Log to standard error as the process does that started this one, which adds time and name to each line.
+
+    Args:
+        component, fields: as in `set_up_logging`.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    if os.environ.get(JSON_VARIABLE):
+        handler.setFormatter(JsonFormatter({"component": component, **fields}))
+    else:
+        handler.setFormatter(logging.Formatter("%(levelname)-7s %(name)s: %(message)s"))
+    logging.basicConfig(level=_level(os.environ.get(LEVEL_VARIABLE) or "info"), handlers=[handler], force=True)
+
+
+def _level(name: str) -> int:
+    number = logging.getLevelNamesMapping().get(name.upper())
+    if number is None:
+        raise ValueError(f"log level {name!r}: want debug, info, warning or error")
+    return number
 
 
 def _is_log_line(line: str) -> bool:

@@ -15,6 +15,7 @@ import sys
 
 from stagemesh.config import Stage
 from stagemesh.launch.parentage import die_with_parent
+from stagemesh.telemetry.logs import set_up_child_logging
 from stagemesh_worker.engines.base import DeviceSet, Engine, EngineConfigError
 from stagemesh_worker.engines.registry import engine_class
 from stagemesh_worker.replica import environment
@@ -32,7 +33,7 @@ def main() -> int:
     arguments = parser.parse_args()
     # SIGTERM, so that sockets and shared memory are cleaned up when the agent is killed.
     die_with_parent(signal.SIGTERM)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    set_up_child_logging("replica")
     os.set_inheritable(arguments.control_fd, False)
     channel = ControlChannel(socket.socket(fileno=arguments.control_fd))
     try:
@@ -40,6 +41,7 @@ def main() -> int:
     except (ControlError, EOFError, OSError) as error:
         log.error("control socket: %s", error)
         return 2
+    set_up_child_logging("replica", stage=assign.stage.get("name"), replica=assign.replica_id)
     try:
         engine = _prepare(assign, channel)
     except EngineConfigError as error:

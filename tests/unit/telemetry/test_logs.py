@@ -6,6 +6,8 @@ import io
 import json
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,8 +18,10 @@ from stagemesh.telemetry.logs import LogOutput, set_up_logging
 
 
 @pytest.fixture(autouse=True)
-def root_logger() -> Iterator[None]:
-    """The root logger as it was before."""
+def root_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The root logger as it was before, and the environment too."""
+    monkeypatch.delenv("STAGEMESH_LOG_LEVEL", raising=False)
+    monkeypatch.delenv("STAGEMESH_LOG_JSON", raising=False)
     root = logging.getLogger()
     handlers, level = [*root.handlers], root.level
     yield
@@ -34,7 +38,7 @@ def test_lines_for_people_say_when_how_grave_and_who() -> None:
     output.close()
     first, second = stream.getvalue().splitlines()
     assert first.endswith(" WARNING node: it rains")
-    assert second == "[writer/3] a line of its own"
+    assert second.split(" ", 1)[1] == "[writer/3] a line of its own"
 
 
 def test_lines_for_machines_are_json_with_the_fields_of_the_process() -> None:
@@ -64,6 +68,22 @@ def test_json_of_another_process_passes_as_it_is_and_all_else_is_wrapped() -> No
     assert passed == own
     assert [json.loads(line)["message"] for line in wrapped] == ["plain", '{"a": 1}', "{broken"]
     assert {(json.loads(line)["stage"], json.loads(line)["replica"]) for line in wrapped} == {("writer", 0)}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_child_logs_as_its_parent_does(as_json: bool) -> None:
+    set_up_logging("node", level="warning", as_json=as_json, stream=io.StringIO()).close()
+    code = (
+        "import logging; from stagemesh.telemetry.logs import set_up_child_logging\n"
+        "set_up_child_logging('replica', stage='writer', replica=3)\n"
+        "logging.info('too little'); logging.getLogger('a').warning('it rains')"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=True).stderr
+    if as_json:
+        record = json.loads(printed)
+        assert (record["message"], record["component"], record["stage"]) == ("it rains", "replica", "writer")
+    else:
+        assert printed == "WARNING a: it rains\n"
 
 
 def test_an_unknown_level_is_refused() -> None:
