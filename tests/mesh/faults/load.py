@@ -39,6 +39,7 @@ class Load:
         self.answered: list[Outcome] = []
         self.failed: list[Outcome] = []
         self._mesh = mesh
+        self._expected: dict[int, str] = {}
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(threads)]
 
@@ -52,26 +53,35 @@ class Load:
         """Requests that were answered."""
         return len(self.answered)
 
-    def _run(self, number: int) -> None:
-        expected = None
-        while not self._stop.is_set():
-            started, error = time.monotonic(), ""
-            try:
-                text = text_of(self._mesh, f"wish {number}")
-                expected = expected or text
-                if text != expected:
-                    error = f"{text!r} is not {expected!r}"
-            except Exception as caught:
-                error = repr(caught)
-            outcome = Outcome(started, time.monotonic(), error)
-            (self.failed if error else self.answered).append(outcome)
+    def ask(self, number: int) -> None:
+        """One request of client `number`, to its end."""
+        started, error = time.monotonic(), ""
+        try:
+            text = text_of(self._mesh, f"wish {number}")
+            if text != self._expected.setdefault(number, text):
+                error = f"{text!r} is not {self._expected[number]!r}"
+        except Exception as caught:
+            error = repr(caught)
+        outcome = Outcome(started, time.monotonic(), error)
+        (self.failed if error else self.answered).append(outcome)
 
-    def __enter__(self) -> Load:
+    def start(self) -> None:
         for thread in self._threads:
             thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
+        """Let the requests that run finish."""
         self._stop.set()
         for thread in self._threads:
             thread.join(2 * REQUEST_S)
+
+    def _run(self, number: int) -> None:
+        while not self._stop.is_set():
+            self.ask(number)
+
+    def __enter__(self) -> Load:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

@@ -134,7 +134,7 @@ class Processes:
         with AdminClient(self.address) as admin:
             return {node.node_id: node for node in admin.list_nodes()}
 
-    def ready(self, count: int) -> list[registry_pb.ReplicaStatus]:
+    def ready(self, count: int, timeout: float = READY_S) -> list[registry_pb.ReplicaStatus]:
         """Wait until `count` replicas are READY, and return them."""
 
         def probe() -> list[registry_pb.ReplicaStatus] | None:
@@ -142,7 +142,7 @@ class Processes:
             return found if len(found) == count else None
 
         try:
-            found = eventually(f"{count} replicas are ready", probe)
+            found = eventually(f"{count} replicas are ready", probe, timeout)
         except AssertionError as error:
             output = "\n".join(process.output for process in self._started)
             raise AssertionError(f"{error}\n{output}") from None
