@@ -12,7 +12,7 @@ from stagemesh.v1 import inference_pb2_grpc as inference_rpc
 from stagemesh_head.links.calls import StageCalls
 from stagemesh_head.links.manager import LinkManager
 from stagemesh_head.orchestration.catalogue import Catalogue
-from stagemesh_head.orchestration.orchestrator import Orchestrator
+from stagemesh_head.orchestration.orchestrator import PROGRESS_TIMEOUT_S, Orchestrator
 from stagemesh_head.orchestration.recovery import RecoveryLimits
 from stagemesh_head.registry.rows import Membership
 from stagemesh_head.routing.pools import Pools
@@ -32,9 +32,11 @@ class Gateway:
         call_methods: Sequence[str] = (),
         target: Callable[[str, str], int] | None = None,
         link_epoch: str = "",
+        progress_timeout_s: float = PROGRESS_TIMEOUT_S,
     ) -> None:
         """Args:
             call_methods: control methods that the operator allows beyond the usual ones.
+            progress_timeout_s: a task that says nothing for so long fails its request.
             link_epoch: what replicas tell this process's links by; the head's epoch when empty.
             target: how many replicas a (pipeline, stage) should have; the pipeline file's number when None.
 
@@ -43,7 +45,9 @@ class Gateway:
         """
         self.pools = Pools(pipelines)
         self.links = LinkManager(membership, link_epoch or header().head_epoch, self.pools.replica_changed)
-        self.orchestrator = Orchestrator(pipelines, self.pools, recovery=recovery)
+        self.orchestrator = Orchestrator(
+            pipelines, self.pools, recovery=recovery, progress_timeout_s=progress_timeout_s
+        )
         self.calls = StageCalls(self.links, call_methods)
         self._servicer = InferenceServicer(self.orchestrator, Catalogue(pipelines, self.pools, target), header)
 
@@ -54,6 +58,7 @@ class Gateway:
     def start(self) -> None:
         """Follow the membership and open links."""
         self.links.start()
+        self.orchestrator.start()
 
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests and let those in flight finish; returns how many had to be stopped."""
@@ -61,4 +66,5 @@ class Gateway:
 
     async def stop(self) -> None:
         """Close all links."""
+        await self.orchestrator.stop()
         await self.links.stop()

@@ -42,7 +42,9 @@ PAINTER = {"name": "painter", "stage_type": "diffusion", "inputs": ["writer"], "
 class Cluster:
     """The gateway, its replicas by (stage, replica id), and a stub."""
 
-    def __init__(self, pipelines: Sequence[Pipeline], recovery: RecoveryLimits | None = None) -> None:
+    def __init__(
+        self, pipelines: Sequence[Pipeline], recovery: RecoveryLimits | None = None, progress_timeout_s: float = 600.0
+    ) -> None:
         self.membership = StaticMembership()
         self.pipeline = pipelines[0]
         self.gateway = Gateway(
@@ -50,6 +52,7 @@ class Cluster:
             self.membership,
             lambda: header_pb.ResponseHeader(mesh_id="test", head_epoch="epoch", revision=1),
             recovery=recovery,
+            progress_timeout_s=progress_timeout_s,
         )
         self.stages: dict[tuple[str, int], ScriptedStage] = {}
 
@@ -181,10 +184,15 @@ async def eventually(condition: Any, timeout: float = WAIT_S) -> None:
 
 @contextlib.asynccontextmanager
 async def cluster(
-    folder: Path, stages: Sequence[dict[str, Any]], *, recovery: RecoveryLimits | None = None, **options: Any
+    folder: Path,
+    stages: Sequence[dict[str, Any]],
+    *,
+    recovery: RecoveryLimits | None = None,
+    progress_timeout_s: float = 600.0,
+    **options: Any,
 ) -> AsyncIterator[Cluster]:
-    """A running cluster of one pipeline, without replicas yet."""
-    running = Cluster([make_pipeline(folder, stages, **options)], recovery)
+    """A running cluster of one pipeline, without replicas yet; `options` are the pipeline file's."""
+    running = Cluster([make_pipeline(folder, stages, **options)], recovery, progress_timeout_s)
     await running.start()
     try:
         yield running

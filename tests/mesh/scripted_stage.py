@@ -13,6 +13,7 @@ from stagemesh.rpc.options import SERVER_OPTIONS
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh.v1 import stage_pb2_grpc as stage_rpc
+from stagemesh.v1 import tensor_pb2 as tensor_pb
 
 WAIT_S = 10.0
 """Longest wait of a test for something that must happen."""
@@ -58,6 +59,10 @@ class ScriptedTask:
             media=frame_pb.MediaOutput(modality=frame_pb.MODALITY_IMAGE, mime_type="image/png", data=data, index=index)
         )
 
+    def tensor(self, name: str, reference: tensor_pb.TensorRef) -> None:
+        value = tensor_pb.TensorValue(ref=reference)
+        self._event(tensor=frame_pb.TensorOutput(name=name, value=value))
+
     def took(self, chunks: int) -> None:
         self._event(input_taken=stage_pb.InputTaken(chunks=chunks))
 
@@ -88,6 +93,7 @@ class ScriptedStage(stage_rpc.StageServiceServicer):
         self.submitted: list[stage_pb.SubmitTask] = []
         self.links = 0
         self.confirms_aborts = True
+        self.call_takes_s = 0.0
         self._arrivals: asyncio.Queue[ScriptedTask] = asyncio.Queue()
         self._outgoing: asyncio.Queue[stage_pb.ExecuteResponse | None] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
@@ -157,6 +163,7 @@ class ScriptedStage(stage_rpc.StageServiceServicer):
                     task.grants.put_nowait(credit.units)
 
     async def Call(self, request: stage_pb.CallRequest, context: grpc.aio.ServicerContext) -> stage_pb.CallResponse:
+        await asyncio.sleep(self.call_takes_s)
         response = stage_pb.CallResponse()
         response.result.string_value = f"{request.method} on {self.incarnation}"
         return response

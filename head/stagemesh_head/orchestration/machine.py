@@ -7,6 +7,9 @@ followed, so that its place on its replica is released exactly once too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
@@ -70,38 +73,11 @@ class RequestMachine:
     def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
         """Take one event. Events of tasks that are over, or that come too late, change nothing."""
         self._now, self._out = now, []
-        match event:
-            case ev.Start():
-                self._start()
-            case ev.OutputArrived():
-                self._output(self.tasks[event.task])
-            case ev.Started():
-                self._engine_started(self.tasks[event.task], event)
-            case ev.Bound():
-                self._bound(self.tasks[event.task], event)
-            case ev.Finished():
-                self._finished(self.tasks[event.task], event.finished)
-            case ev.InputTaken():
-                self._input_taken(self.tasks[event.task], event.chunks)
-            case ev.PromptArrived():
-                self._prompt_arrived(event)
-            case ev.BindFailed():
-                self._bind_failed(self.tasks[event.task], event.error)
-            case ev.Failed():
-                self._failed(self.tasks[event.task], event.error)
-            case ev.Aborted():
-                self._aborted(self.tasks[event.task], event.usage)
-            case ev.Lost():
-                self._lost(self.tasks[event.task], event.error)
-            case ev.Stop():
-                self._stop(event)
-            case ev.StopTimeout():
-                if self.stop is not None and not self.is_ended:
-                    self._end_stopped()
+        _STEPS[type(event)](self, event)
         return self._out
 
     # -- starting -------------------------------------------------------------
-    def _start(self) -> None:
+    def _start(self, event: ev.Start) -> None:
         verdict = take_up(self.plan.request.resume, self.tasks, self._losses, self._now)
         if verdict is not None:
             self._fail(verdict.task, verdict.error)
@@ -124,7 +100,8 @@ class RequestMachine:
             task.wait(self._now)
             self._out.append(ev.Bind(task.name, tuple(task.tried), or_else))
 
-    def _bound(self, task: Task, event: ev.Bound) -> None:
+    def _bound(self, event: ev.Bound) -> None:
+        task = self.tasks[event.task]
         was_binding, task.is_binding = task.is_binding, False
         task.is_bound = True
         if self._is_stopping or not was_binding:
@@ -134,10 +111,11 @@ class RequestMachine:
         task.bind(event.replica, event.identity, self._now)
         self._submit_when_fed(task)
 
-    def _bind_failed(self, task: Task, error: MeshError) -> None:
+    def _bind_failed(self, event: ev.BindFailed) -> None:
+        task = self.tasks[event.task]
         task.is_binding = False
         if not self._is_stopping:
-            self._fail(task, error)
+            self._fail(task, event.error)
 
     def _submit_when_fed(self, task: Task) -> None:
         """Submit a bound task: at once, or on a stream edge when the first chunk is there."""
@@ -197,10 +175,10 @@ class RequestMachine:
             self._out.append(ev.Feed(first.name, append))
 
     # -- running ----------------------------------------------------------------
-    def _engine_started(self, task: Task, event: ev.Started) -> None:
+    def _engine_started(self, event: ev.Started) -> None:
+        task = self.tasks[event.task]
         task.times.engine_queue_s += event.engine_queue_s
         task.times.transfer_s += event.transfer_s
-        task.times.last_sign_at = self._now
         self._open_edges(task)
 
     def _open_edges(self, task: Task) -> None:
@@ -208,10 +186,10 @@ class RequestMachine:
             self._edges.open(task)
             self._grant_producers(task)
 
-    def _output(self, task: Task) -> None:
+    def _output(self, event: ev.OutputArrived) -> None:
+        task = self.tasks[event.task]
         if not task.is_live:
             return
-        task.times.last_sign_at = self._now
         if task.state is TaskState.SUBMITTED:
             task.state = TaskState.STREAMING
             task.times.first_output_at = task.times.first_output_at or self._now
@@ -231,9 +209,9 @@ class RequestMachine:
                     append = stage_pb.AppendInput(chunk=chunk, last=self._edges.is_closed(consumer))
                     self._out.append(ev.Feed(consumer.name, append))
 
-    def _input_taken(self, task: Task, chunks: int) -> None:
-        task.times.last_sign_at = self._now
-        self._edges.take(task, chunks)
+    def _input_taken(self, event: ev.InputTaken) -> None:
+        task = self.tasks[event.task]
+        self._edges.take(task, event.chunks)
         self._grant_producers(task)
 
     def _grant_producers(self, consumer: Task) -> None:
@@ -241,14 +219,15 @@ class RequestMachine:
             self._out.append(ev.Grant(producer.name, units))
 
     # -- ending a task ----------------------------------------------------------
-    def _finished(self, task: Task, finished: frame_pb.StageFinished) -> None:
+    def _finished(self, event: ev.Finished) -> None:
+        task = self.tasks[event.task]
         if not task.is_live:
             return
         self._release(task)
         if task.restart_when_stopped:
             self._restart(task)
             return
-        self._done(task, finished)
+        self._done(task, event.finished)
 
     def _done(self, task: Task, finished: frame_pb.StageFinished) -> None:
         task.state = TaskState.DONE
@@ -269,49 +248,30 @@ class RequestMachine:
         for name in task.planned.consumers:
             self._advance(self.tasks[name])
 
-    def _failed(self, task: Task, error: MeshError) -> None:
-        if not task.is_live:
-            return
-        if error.reason in RETRY_ELSEWHERE:
-            self._lost(task, error)
-            return
-        self._release(task)
-        if task.restart_when_stopped:
-            self._restart(task)
-        elif self._is_stopping:
-            task.state = TaskState.FAILED
-            self._end_when_stopped()
-        else:
-            self._fail(task, error)
+    def _failed(self, event: ev.Failed | ev.Lost) -> None:
+        self._broke_off(self.tasks[event.task], event.error)
 
-    def _aborted(self, task: Task, usage: frame_pb.Usage | None) -> None:
-        if not task.is_live:
-            return
-        self._release(task)
-        if task.restart_when_stopped:
-            self._restart(task)
-            return
-        task.state = TaskState.ABORTED
-        task.finished = cut_short(task, usage, self._now)
-        if self._is_stopping:
-            self._end_when_stopped()
-        else:
-            # Nobody here asked for it.
-            message = f"stage {task.name!r}: the replica aborted the task"
-            self._fail(task, MeshError(Reason.STAGE_FAILED, message, stage=task.name))
+    def _aborted(self, event: ev.Aborted) -> None:
+        task = self.tasks[event.task]
+        # An error only where nobody here asked for it.
+        error = MeshError(Reason.STAGE_FAILED, f"stage {task.name!r}: the replica aborted the task", stage=task.name)
+        self._broke_off(task, error, event.usage)
 
-    def _lost(self, task: Task, error: MeshError) -> None:
+    def _broke_off(self, task: Task, error: MeshError, usage: frame_pb.Usage | None = None) -> None:
+        """The replica is done with a task, without a result."""
         if not task.is_live:
             return
         self._release(task)
         if self._is_stopping:
             task.state = TaskState.ABORTED
-            task.finished = cut_short(task, None, self._now)
+            task.finished = cut_short(task, usage, self._now)
             self._end_when_stopped()
         elif task.restart_when_stopped:
             self._restart(task)
-        else:
+        elif error.reason in RETRY_ELSEWHERE:
             self._recover(task, error)
+        else:
+            self._fail(task, error)
 
     def _release(self, task: Task) -> None:
         task.is_bound = False
@@ -387,6 +347,10 @@ class RequestMachine:
         else:
             self._end(error=event.error)
 
+    def _stop_timeout(self, event: ev.StopTimeout) -> None:
+        if self.stop is not None and not self.is_ended:
+            self._end_stopped()
+
     def _stop_tasks(self, reason: str) -> None:
         for task in self.tasks.values():
             if task.is_live:
@@ -425,3 +389,20 @@ class RequestMachine:
             end = end_of(list(self.tasks.values()), finished, self._started_at, self._now)
         self._out.append(ev.End(end, error))
         self._stop_tasks("the request is over" if error is None else "the request failed")
+
+
+_STEPS: dict[type[ev.Event], Callable[[RequestMachine, Any], None]] = {
+    ev.Start: RequestMachine._start,
+    ev.Bound: RequestMachine._bound,
+    ev.BindFailed: RequestMachine._bind_failed,
+    ev.Started: RequestMachine._engine_started,
+    ev.OutputArrived: RequestMachine._output,
+    ev.InputTaken: RequestMachine._input_taken,
+    ev.PromptArrived: RequestMachine._prompt_arrived,
+    ev.Finished: RequestMachine._finished,
+    ev.Failed: RequestMachine._failed,
+    ev.Lost: RequestMachine._failed,
+    ev.Aborted: RequestMachine._aborted,
+    ev.Stop: RequestMachine._stop,
+    ev.StopTimeout: RequestMachine._stop_timeout,
+}

@@ -13,6 +13,7 @@ from stagemesh.v1 import admin_pb2 as admin_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.v1 import prompt_pb2 as prompt_pb
 from stagemesh.v1 import sampling_pb2 as sampling_pb
+from stagemesh_head.links.release import TensorReleaser
 from stagemesh_head.orchestration.envelope import check_envelope, check_prompt
 from stagemesh_head.orchestration.events import StopCause
 from stagemesh_head.orchestration.pacer import Pacer
@@ -25,6 +26,9 @@ from stagemesh_head.routing.pools import Pools
 
 log = logging.getLogger(__name__)
 
+PROGRESS_TIMEOUT_S = 600.0
+"""A task that says nothing for so long fails its request, whatever its replica says of itself."""
+PROGRESS_LOOK_S = 5.0
 MAX_ABORT_IDS = 1_000
 MAX_ABORT_TIMEOUT_S = 60.0
 
@@ -32,7 +36,14 @@ MAX_ABORT_TIMEOUT_S = 60.0
 class Orchestrator:
     """Opens requests and keeps those that run. Also the directory that operators see."""
 
-    def __init__(self, pipelines: Iterable[Pipeline], pools: Pools, *, recovery: RecoveryLimits | None = None) -> None:
+    def __init__(
+        self,
+        pipelines: Iterable[Pipeline],
+        pools: Pools,
+        *,
+        recovery: RecoveryLimits | None = None,
+        progress_timeout_s: float = PROGRESS_TIMEOUT_S,
+    ) -> None:
         """Raises ValueError when a pipeline's default sampling parameters are wrong."""
         self._planners = {pipeline.name: Planner(pipeline) for pipeline in pipelines}
         self.admissions = {
@@ -44,13 +55,34 @@ class Orchestrator:
             for name, planner in self._planners.items()
         }
         self._pools = pools
-        self._around = Surroundings(pools, Pacer(), recovery or RecoveryLimits())
+        self._around = Surroundings(pools, Pacer(), recovery or RecoveryLimits(), TensorReleaser())
         self.on_ended: Callable[[RequestRun], None] | None = None
         """Called with every request that was admitted and whose stream has its end."""
         self._runs: dict[str, RequestRun] = {}
         self._unadmitted: dict[str, object] = {}
+        self._progress_timeout_s = progress_timeout_s
+        self._watch: asyncio.Task[None] | None = None
         self._refuses: MeshError | None = None
         self._idle_waiters: list[asyncio.Future[None]] = []
+
+    def start(self) -> None:
+        """Begin to look at the progress of requests. Needs a running event loop."""
+        self._watch = asyncio.create_task(self._watch_progress(), name="progress of requests")
+
+    async def stop(self) -> None:
+        """Give up what is pending."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+            self._watch = None
+        await self._around.releaser.stop()
+
+    async def _watch_progress(self) -> None:
+        while True:
+            await asyncio.sleep(min(PROGRESS_LOOK_S, self._progress_timeout_s / 4))
+            now = monotonic()
+            for run in list(self._runs.values()):
+                run.check_progress(now, self._progress_timeout_s)
 
     # -- one request ------------------------------------------------------------
     def open(

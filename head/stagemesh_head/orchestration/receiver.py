@@ -24,7 +24,19 @@ MAX_PENDING_BYTES = 96 << 20
 class TaskReceiver:
     """A `LinkTask`. `cursor` and `stream` are None when the client does not get the output as it grows."""
 
-    __slots__ = ("_cursor", "_feeds_stream", "_media", "_output", "_stream", "_tell", "_told", "link", "slot", "task")
+    __slots__ = (
+        "_cursor",
+        "_events",
+        "_feeds_stream",
+        "_media",
+        "_output",
+        "_stream",
+        "_tell",
+        "_told",
+        "link",
+        "slot",
+        "task",
+    )
 
     def __init__(
         self,
@@ -48,6 +60,12 @@ class TaskReceiver:
         self._told = False
         """The machine knows of the first output."""
         self._media = 0
+        self._events = 0
+
+    @property
+    def signs(self) -> int:
+        """A number that grows with everything the task says."""
+        return self._events + len(self._output.token_ids)
 
     def on_tokens(self, token_ids: list[int], text: str) -> None:
         """New tokens: the hot path."""
@@ -62,6 +80,7 @@ class TaskReceiver:
 
     def on_event(self, kind: str, event: stage_pb.TaskEvent) -> None:
         """Anything else."""
+        self._events += 1
         name = self.task.name
         match kind:
             case "finished":

@@ -16,6 +16,7 @@ from stagemesh.v1 import prompt_pb2 as prompt_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
+from stagemesh_head.links.release import TensorReleaser
 from stagemesh_head.orchestration import events as ev
 from stagemesh_head.orchestration.dispatch import seconds
 from stagemesh_head.orchestration.final import frames_of
@@ -32,6 +33,8 @@ from stagemesh_head.routing.pools import Pools
 log = logging.getLogger(__name__)
 
 ABORT_TIMEOUT_S = 2.0
+FETCH_GRACE_S = 60.0
+"""Time that a client has to fetch outputs that it got by reference, from the end of its request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Surroundings:
     pools: Pools
     pacer: Pacer
     recovery: RecoveryLimits
+    releaser: TensorReleaser
 
 
 class RequestRun:
@@ -63,9 +67,12 @@ class RequestRun:
         self._bindings: dict[str, Binding] = {}
         self._tickets: dict[str, Ticket] = {}
         self._receivers: dict[str, TaskReceiver] = {}
+        self._progress: dict[str, tuple[int, float]] = {}
+        """Task -> its signs of life when they last grew, and when that was."""
         self._events: deque[ev.Event] = deque()
         self._is_applying = False
         self._is_admitted = False
+        self._are_tensors_released = False
         self._prompt_bytes = plan.request.prompt.ByteSize() if plan.is_interactive else 0
         self._quiet_waiters: list[asyncio.Future[None]] = []
         self._stop_timer: asyncio.TimerHandle | None = None
@@ -119,6 +126,18 @@ class RequestRun:
             self._quiet_waiters.append(waiter)
             await waiter
 
+    def check_progress(self, now: float, timeout_s: float) -> None:
+        """Fail the request when a task gave no sign of life for `timeout_s` seconds."""
+        for name, receiver in list(self._receivers.items()):
+            signs = receiver.signs
+            before, since = self._progress.get(name, (-1, now))
+            if signs != before:
+                self._progress[name] = (signs, now)
+            elif now - since >= timeout_s:
+                message = f"stage {name!r} made no progress for {timeout_s:g} s on replica {receiver.link.key}"
+                error = MeshError(Reason.ENGINE_STUCK, message, stage=name, replica=receiver.link.key)
+                self.stop(ev.StopCause.FAILED, error)
+
     def describe(self) -> admin_pb.RequestInfo:
         """Where it stands, for people."""
         info = admin_pb.RequestInfo(
@@ -148,8 +167,8 @@ class RequestRun:
             self._collapse(MeshError.from_exception(error))
         finally:
             self._is_applying = False
-        if self._quiet_waiters and self.machine.is_quiet:
-            self._wake_quiet_waiters()
+        if self.machine.is_quiet:
+            self._became_quiet()
 
     def _carry_out(self, command: ev.Command) -> None:
         match command:
@@ -236,6 +255,17 @@ class RequestRun:
             receiver.slot = link.submit(receiver, command.command)
         except MeshError as error:
             self._tell(ev.Lost(command.task, error))
+
+    def _became_quiet(self) -> None:
+        """It ended and no replica is at work for it."""
+        self._wake_quiet_waiters()
+        if self._are_tensors_released:
+            return
+        self._are_tensors_released = True
+        for task in self.machine.tasks.values():
+            if task.output.pieces:
+                after_s = FETCH_GRACE_S if task.planned.is_output else 0.0
+                self._around.releaser.release(task.output.references(), after_s)
 
     # -- towards the client -------------------------------------------------------
     def _deliver_finished(self, name: str) -> None:

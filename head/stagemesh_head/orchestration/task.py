@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
+from stagemesh.v1 import tensor_pb2 as tensor_pb
 from stagemesh_head.orchestration.plan import PlannedStage
 
 
@@ -50,6 +52,17 @@ class TaskOutput:
         """The text of completion 0 so far."""
         return "".join(self.texts)
 
+    def references(self) -> Iterator[tensor_pb.TensorRef]:
+        """Tensors that their producers keep for it."""
+        for frame in self.pieces:
+            kind = frame.WhichOneof("content")
+            if kind == "media" and frame.media.HasField("ref"):
+                yield frame.media.ref
+            elif kind == "audio_chunk" and frame.audio_chunk.samples.HasField("ref"):
+                yield frame.audio_chunk.samples.ref
+            elif kind == "tensor" and frame.tensor.value.HasField("ref"):
+                yield frame.tensor.value.ref
+
     def clear(self) -> None:
         """Forget all, for a new start."""
         for parts in (self.token_ids, self.texts, self.deltas, self.pieces):
@@ -66,8 +79,6 @@ class Times:
     first_output_at: float = 0.0
     engine_queue_s: float = 0.0
     transfer_s: float = 0.0
-    last_sign_at: float = 0.0
-    """Last event or output of the task."""
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +139,6 @@ class Task:
         """The replica has the task from now on."""
         self.state = TaskState.SUBMITTED
         self.times.submitted_at = self.times.submitted_at or now
-        self.times.last_sign_at = now
 
     def reset(self) -> None:
         """Back to the beginning, without the replica having done anything wrong: it may be taken again."""

@@ -273,7 +273,7 @@ CHOICES = st.lists(st.integers(0, 2**16 - 1), max_size=120)
 
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("sampling", SAMPLING)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(choices=CHOICES, final_only=st.booleans(), exact_or_fail=st.booleans())
 def test_every_request_ends_once_and_leaves_nothing(
     graph: str, sampling: str, choices: list[int], final_only: bool, exact_or_fail: bool
