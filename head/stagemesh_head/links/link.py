@@ -141,6 +141,10 @@ class Link:
             if told.reason is Reason.STALE_INCARNATION:
                 return told
             return MeshError(Reason.REPLICA_LOST, f"replica {self.key}: {told.message}", replica=self.key)
+        except Exception as error:
+            # Of ours, or a message that is none: the link must open again all the same.
+            log.exception("link %s: error inside the head", self.key)
+            return MeshError(Reason.REPLICA_LOST, f"replica {self.key}: {type(error).__name__}", replica=self.key)
         finally:
             if writer is not None:
                 writer.cancel()

@@ -9,9 +9,7 @@ from enum import Enum
 from stagemesh.rpc.errors import MeshError
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
-from stagemesh.v1 import prompt_pb2 as prompt_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
-from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 
 # ------------------------------------------------------------------ events
@@ -65,11 +63,9 @@ class InputTaken:
 
 @dataclass(frozen=True, slots=True)
 class PromptArrived:
-    """The client of an interactive request sent more; `prompt` is None when that is only the end of its input."""
+    """The client of an interactive request sent more; the command is complete but for its slot."""
 
-    prompt: prompt_pb.Prompt | None
-    params: sampling_pb.SamplingParams | None
-    is_last: bool
+    append: stage_pb.AppendInput
 
 
 @dataclass(frozen=True, slots=True)

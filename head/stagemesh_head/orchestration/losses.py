@@ -57,8 +57,10 @@ class Losses:
         return Survives(mode is ResumeMode.RESTARTED, tuple(consumers))
 
     def is_delivered(self, task: Task) -> bool:
-        """Whether the client may have some of the task's output."""
-        return task.planned.is_output and self._plan.is_delta and not task.output.is_empty
+        """Whether the client may have some of the task's output, or its end."""
+        if not task.planned.is_output:
+            return False
+        return task.state is TaskState.DONE or (self._plan.is_delta and not task.output.is_empty)
 
     def _fails(self, task: Task, error: MeshError) -> Fails:
         return Fails(task, loss_error(task, error, is_delivered=self.is_delivered(task)))

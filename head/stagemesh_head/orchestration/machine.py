@@ -14,7 +14,7 @@ from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh_head.orchestration import events as ev
-from stagemesh_head.orchestration.dispatch import prompt_append, submission
+from stagemesh_head.orchestration.dispatch import submission
 from stagemesh_head.orchestration.edges import StreamEdges, whole_output
 from stagemesh_head.orchestration.losses import Fails, Losses
 from stagemesh_head.orchestration.plan import Plan
@@ -44,7 +44,6 @@ class RequestMachine:
         self._losses = Losses(plan, self._edges, limits or RecoveryLimits())
         self._prompts: list[stage_pb.AppendInput] = []
         """Further chunks of an interactive request, kept for another attempt."""
-        self._input_is_closed = not plan.is_interactive
 
     # -- what others may ask --------------------------------------------------
     @property
@@ -62,7 +61,7 @@ class RequestMachine:
         return task in self._edges.out_of
 
     def collapse(self) -> None:
-        """Take no further part: the request ends by other means, and whatever it had was released."""
+        """Take no further part: the request ends by other means, and what it had was released."""
         self.is_ended = True
         for task in self.tasks.values():
             task.is_bound = task.is_binding = False
@@ -165,14 +164,11 @@ class RequestMachine:
         return self.plan.is_interactive and task.planned is self.plan.stages[0]
 
     def _prompt_arrived(self, event: ev.PromptArrived) -> None:
-        if self._is_stopping or self._input_is_closed:
-            return
-        self._input_is_closed = event.is_last
-        append = prompt_append(event.prompt, event.params, is_last=event.is_last)
-        self._prompts.append(append)
-        first = self.tasks[self.plan.stages[0].name]
-        if first.is_live and not first.is_aborting:
-            self._out.append(ev.Feed(first.name, append))
+        if not self._is_stopping:
+            self._prompts.append(event.append)
+            first = self.tasks[self.plan.stages[0].name]
+            if first.is_live and not first.is_aborting:
+                self._out.append(ev.Feed(first.name, event.append))
 
     # -- running ----------------------------------------------------------------
     def _engine_started(self, event: ev.Started) -> None:
@@ -224,10 +220,10 @@ class RequestMachine:
         if not task.is_live:
             return
         self._release(task)
-        if task.restart_when_stopped:
+        if task.restart_when_stopped and not self._is_stopping:
             self._restart(task)
-            return
-        self._done(task, event.finished)
+        else:
+            self._done(task, event.finished)
 
     def _done(self, task: Task, finished: frame_pb.StageFinished) -> None:
         task.state = TaskState.DONE
@@ -307,10 +303,6 @@ class RequestMachine:
 
     def _restart(self, task: Task) -> None:
         """Back to the beginning, after the replica let go of the task."""
-        if self._is_stopping:
-            task.state = TaskState.ABORTED
-            self._end_when_stopped()
-            return
         self._forget_output(task)
         self._edges.restart(task)
         task.reset()

@@ -18,7 +18,7 @@ from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh_head.links.release import TensorReleaser
 from stagemesh_head.orchestration import events as ev
-from stagemesh_head.orchestration.dispatch import seconds
+from stagemesh_head.orchestration.dispatch import prompt_append, seconds
 from stagemesh_head.orchestration.final import frames_of
 from stagemesh_head.orchestration.hint import hint_of
 from stagemesh_head.orchestration.machine import RequestMachine
@@ -112,7 +112,7 @@ class RequestRun:
                     field="append",
                     limit_bytes=limit,
                 )
-        self._tell(ev.PromptArrived(prompt, params, is_last))
+        self._tell(ev.PromptArrived(prompt_append(prompt, params, is_last=is_last)))
 
     def discard(self) -> None:
         """It was not admitted: forget it. Nothing was started."""
