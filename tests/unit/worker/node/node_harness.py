@@ -89,6 +89,7 @@ class Call:
         """None: the node ended its side."""
         self.answers_heartbeats = True
         self._context = context
+        self._writing = asyncio.Lock()
         self._end: asyncio.Future[MeshError | None] = asyncio.get_running_loop().create_future()
         self.over = asyncio.Event()
 
@@ -116,7 +117,8 @@ class Call:
         return said
 
     async def send(self, **message: Any) -> None:
-        await self._context.write(registry_pb.JoinResponse(**message))
+        async with self._writing:  # gRPC takes one write at a time
+            await self._context.write(registry_pb.JoinResponse(**message))
 
     def end(self, error: MeshError | None = None) -> None:
         """End the call."""
