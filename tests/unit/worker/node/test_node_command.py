@@ -131,9 +131,9 @@ async def test_it_is_joined_while_its_ready_file_is_there_and_leaves_in_order(
         await call.send(assignment=assignment())
         await eventually(lambda: "READY at 127.0.0.1:" in worker.text)
         worker.process.send_signal(signal.SIGTERM)
-        beat = await call.next("heartbeat")
-        while not (beat.draining and not [r for r in beat.replicas if r.state == READY]):
-            beat = await call.next("heartbeat")
+        while not (beat := await call.next("heartbeat")).draining:
+            assert beat.replicas
+        assert [report.state for report in beat.replicas] == [READY], "the head knows before the replica drains"
         assert (await call.next("goodbye")).reason == "SIGTERM"
         assert await worker.ends() == 0
         assert not ready_file.exists()
