@@ -10,7 +10,14 @@ import typer
 
 from stagemesh.addresses import DEFAULT_HEAD
 from stagemesh.cli.files import ModelFolder, PipelineFiles, PolicyName, load_pipelines
-from stagemesh.cli.layering import DeployConfig, EngineArg, Platform, StageOverrides
+from stagemesh.cli.layering import (
+    DefaultSampling,
+    DeployConfig,
+    EngineArg,
+    Platform,
+    StageInitTimeout,
+    StageOverrides,
+)
 from stagemesh.cli.security import with_security
 
 
@@ -64,6 +71,8 @@ def head(
     engine_arg: EngineArg = None,
     platform: Platform = "",
     policy: PolicyName = "",
+    stage_init_timeout: StageInitTimeout = None,
+    default_sampling_params: DefaultSampling = "",
     reserve: Annotated[
         list[str] | None,
         typer.Option(
@@ -126,6 +135,8 @@ def head(
         engine_arg=engine_arg or (),
         platform=platform,
         policy=policy,
+        stage_init_timeout=stage_init_timeout,
+        default_sampling_params=default_sampling_params,
     )
     try:
         settings = HeadSettings(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,11 +15,15 @@ _PANEL = "Configuration"
 
 PipelineFiles = Annotated[
     list[Path] | None,
-    typer.Argument(metavar="[PIPELINE]...", help="Pipeline files; not with --model.", show_default=False),
+    typer.Argument(metavar="[PIPELINE]...", help="Pipeline files; without any, --model is served.", show_default=False),
 ]
 ModelFolder = Annotated[
     Path | None,
-    typer.Option("--model", metavar="DIR", help="A model's folder: serve it as a pipeline of one stage."),
+    typer.Option(
+        "--model",
+        metavar="DIR",
+        help="A model's folder: served as a pipeline of one stage; or, with files, for stages that name no model.",
+    ),
 ]
 PolicyName = Annotated[
     str,
@@ -42,6 +46,8 @@ def load_pipelines(
     engine_arg: Sequence[str] = (),
     platform: str = "",
     policy: str = "",
+    stage_init_timeout: float | None = None,
+    default_sampling_params: str = "",
 ) -> list[Pipeline]:
     """Read and check everything before anything starts.
 
@@ -50,24 +56,27 @@ def load_pipelines(
         typer.BadParameter: files and --model do not fit together.
     """
     from stagemesh import config
-    from stagemesh.config.overrides import parse_engine_args, parse_stage_overrides
+    from stagemesh.config.overrides import parse_default_sampling, parse_engine_args, parse_stage_overrides
 
-    if bool(files) == (model is not None):
+    if not files and model is None:
         raise typer.BadParameter("give pipeline files, or --model DIR", param_hint="PIPELINE")
-    options: dict[str, Any] = {
+    if files and default_sampling_params:
+        raise typer.BadParameter("is for --model alone: files have their own", param_hint="--default-sampling-params")
+    options: config.Layers = {
         "overlays": deploy_config,
         "stage_overrides": parse_stage_overrides(stage_overrides) if stage_overrides else None,
         "engine_args": parse_engine_args(list(engine_arg)),
         "platform": platform,
+        "policy": policy,
+        "stage_init_timeout": stage_init_timeout,
     }
-    if model is not None:
-        loaded = [config.default_pipeline(model, **options)]
-    else:
+    if files:
+        options["model"] = model
         loaded = [config.load_pipeline(path, **options) for path in files]
-    if policy:
-        loaded = [
-            one.model_copy(update={"routing": one.routing.model_copy(update={"policy": policy})}) for one in loaded
-        ]
+    else:
+        assert model is not None
+        sampling = parse_default_sampling(default_sampling_params) if default_sampling_params else None
+        loaded = [config.default_pipeline(model, default_sampling_params=sampling, **options)]
     names = [one.name for one in loaded]
     for name in names:
         if names.count(name) > 1:
@@ -84,6 +93,8 @@ def arguments(
     engine_arg: Sequence[str] = (),
     platform: str = "",
     policy: str = "",
+    stage_init_timeout: float | None = None,
+    default_sampling_params: str = "",
 ) -> list[str]:
     """The words by which another process loads the same."""
     words = [str(path) for path in files]
@@ -93,4 +104,6 @@ def arguments(
     words += [word for pair in engine_arg for word in ("--engine-arg", pair)]
     words += ["--platform", platform] if platform else []
     words += ["--policy", policy] if policy else []
+    words += ["--stage-init-timeout", f"{stage_init_timeout:g}"] if stage_init_timeout is not None else []
+    words += ["--default-sampling-params", default_sampling_params] if default_sampling_params else []
     return words

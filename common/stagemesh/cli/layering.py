@@ -36,6 +36,25 @@ EngineArg = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+StageInitTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--stage-init-timeout",
+        min=0.001,
+        metavar="SECONDS",
+        help="Time that a replica has to become ready, over the files', where 300 is the default.",
+        rich_help_panel=_PANEL,
+    ),
+]
+DefaultSampling = Annotated[
+    str,
+    typer.Option(
+        "--default-sampling-params",
+        metavar="JSON",
+        help='Without files, for --model: what requests leave unset, by stage: \'{"0": {"max_tokens": 64}}\'.',
+        rich_help_panel=_PANEL,
+    ),
+]
 Platform = Annotated[
     str,
     typer.Option(

@@ -9,7 +9,14 @@ import typer
 
 from stagemesh.addresses import DEFAULT_HEAD
 from stagemesh.cli.files import ModelFolder, PipelineFiles, PolicyName, arguments, load_pipelines
-from stagemesh.cli.layering import DeployConfig, EngineArg, Platform, StageOverrides
+from stagemesh.cli.layering import (
+    DefaultSampling,
+    DeployConfig,
+    EngineArg,
+    Platform,
+    StageInitTimeout,
+    StageOverrides,
+)
 from stagemesh.cli.security import with_security
 
 if TYPE_CHECKING:
@@ -37,6 +44,8 @@ def up(
     engine_arg: EngineArg = None,
     platform: Platform = "",
     policy: PolicyName = "",
+    stage_init_timeout: StageInitTimeout = None,
+    default_sampling_params: DefaultSampling = "",
     devices: Annotated[
         str, typer.Option(metavar="LIST", help="Devices to use: cuda:0,cuda:1 or cpu:0; else all there are.")
     ] = "",
@@ -77,6 +86,8 @@ def up(
         "engine_arg": engine_arg or (),
         "platform": platform,
         "policy": policy,
+        "stage_init_timeout": stage_init_timeout,
+        "default_sampling_params": default_sampling_params,
     }
     reserved = _reservations(load_pipelines(files, model, **layers), wanted)
     head = [*arguments(files, model, **layers), "--listen", listen, "--drain-timeout", f"{drain_timeout:g}", *reserved]

@@ -11,7 +11,7 @@ from typing import Any
 
 from stagemesh.config.errors import ConfigError
 from stagemesh.config.origins import Origin, Origins, Tree
-from stagemesh.config.overrides import ALIASES, ENGINE_ARG
+from stagemesh.config.overrides import ALIASES, DEFAULT_SAMPLING, ENGINE_ARG
 from stagemesh.config.resolve import label_of
 
 CACHE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -32,7 +32,7 @@ SOUND = re.compile(r"audio|music|speech|tts|dance", re.IGNORECASE)
 """In the class names of diffusers' pipelines that make sound."""
 FILM = re.compile(r"video|wan(?!d)|ltx|mochi|animatediff|textto.*synth|latte", re.IGNORECASE)
 """In the class names of those that make films."""
-FLAG, SAMPLING_FLAG = "--model", "--default-sampling-params"
+FLAG = "--model"
 
 
 def default_tree(
@@ -65,9 +65,9 @@ def default_tree(
     for key, values in default_sampling_params.items():
         if key not in ("0", stage["name"]):
             hint = f"the pipeline has one stage, 0 ({stage['name']})"
-            raise ConfigError("there is no such stage", file=SAMPLING_FLAG, value=key, hint=hint)
+            raise ConfigError("there is no such stage", file=DEFAULT_SAMPLING, value=key, hint=hint)
         stage["default_sampling_params"] = dict(values)
-        origins[("stages", 0, "default_sampling_params")] = Origin(SAMPLING_FLAG)
+        origins[("stages", 0, "default_sampling_params")] = Origin(DEFAULT_SAMPLING)
     return Tree({"name": _name_of(model, folder), "stages": [stage]}, origins)
 
 

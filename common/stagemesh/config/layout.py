@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from stagemesh.config.errors import ConfigError
 from stagemesh.config.model import Stage
+
+_DEVICE = re.compile(r"(?:[a-z]+:)?([0-9]{1,6})")
 
 
 def devices_per_replica(stage: Stage) -> int:
@@ -16,6 +19,9 @@ def devices_per_replica(stage: Stage) -> int:
     arguments = stage.engine_args
     if stage.stage_type == "diffusion":
         parallel = arguments.get("parallel_config") or {}
+        if not isinstance(parallel, dict):
+            path = f"stages[{stage.stage_id}].engine_args.parallel_config"
+            raise ConfigError("want a mapping", path=path, value=parallel)
         if "world_size" in parallel:
             return _count(stage, "parallel_config.world_size", parallel["world_size"])
         size = 1
@@ -30,7 +36,9 @@ def devices_per_replica(stage: Stage) -> int:
     size = 1
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         size *= _count(stage, name, arguments.get(name, 1))
-    local = arguments.get("data_parallel_size_local", arguments.get("data_parallel_size", 1))
+    local = arguments.get("data_parallel_size_local")
+    if local is None:
+        local = arguments.get("data_parallel_size", 1)
     return size * _count(stage, "data_parallel_size", local)
 
 
@@ -84,13 +92,16 @@ def parse_devices(devices: str | Sequence[int] | None, *, path: str = "runtime.d
     """Device numbers as written; None for unset and "auto". Raises ConfigError."""
     if devices is None or devices == "auto":
         return None
-    parts = devices.split(",") if isinstance(devices, str) else list(devices)
+    parts = devices.split(",") if isinstance(devices, str) else devices
+    wrong = ConfigError('want device numbers such as "0,1", or auto', path=path, value=devices)
+    if not isinstance(parts, list | tuple):
+        raise wrong
     numbers = []
     for part in parts:
-        text = str(part).strip().rpartition(":")[2]
-        if not text.isdigit():
-            raise ConfigError('want device numbers such as "0,1", or auto', path=path, value=devices)
-        numbers.append(int(text))
+        match = _DEVICE.fullmatch(str(part).strip())
+        if match is None:
+            raise wrong
+        numbers.append(int(match[1]))
     if len(set(numbers)) != len(numbers):
         raise ConfigError("a device is listed twice", path=path, value=devices)
     return numbers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,19 +160,19 @@ def _chain(file: Path) -> list[Tree]:
     seen: set[Path] = set()
     at: Path | None = file
     while at is not None:
+        tree = read_tree(at)
         if at.resolve() in seen:
             raise ConfigError("leads in a circle", file=str(file), path="base_config", value=str(at))
         if len(seen) >= MAX_INHERITANCE:
             raise ConfigError(f"goes deeper than {MAX_INHERITANCE} files", file=str(file), path="base_config")
         seen.add(at.resolve())
-        tree = read_tree(at)
         base = tree.data.pop("base_config", None)
         if base is not None and (not isinstance(base, str) or not base or "\0" in base):
             where = str(tree.origins[("base_config",)])
             raise ConfigError("want the path of a file", file=where, path="base_config", value=base)
         chain.append(tree)
         at = at.parent / base if base else None
-        if at is not None and not at.is_file():
+        if at is not None and not os.path.isfile(at):  # Path.is_file raises for names that are too long
             where = str(tree.origins[("base_config",)])
             raise ConfigError("there is no such file", file=where, path="base_config", value=str(at))
     return chain[::-1]

@@ -44,7 +44,7 @@ def is_overlay(tree: Tree) -> bool:
 
 def check_platform(platform: str, overlays: Iterable[Tree]) -> None:
     """Refuse a platform that no overlay has a section for and that is no usual name. Raises ConfigError."""
-    named = {str(name) for tree in overlays for name in tree.data.get("platforms") or ()}
+    named = {name for overlay in overlays for name in _platforms(overlay)}
     known = sorted({*PLATFORMS, *named})
     if platform and platform not in known:
         hint = suggest(platform, known) or f"platforms are {', '.join(known)}"
@@ -80,16 +80,7 @@ def lay_common(tree: Tree, overlay: Tree, ignored: list[str]) -> Tree:
 
 def lay_platform(tree: Tree, overlay: Tree, platform: str, ignored: list[str]) -> Tree:
     """An overlay's section for a platform over a pipeline. Raises ConfigError."""
-    platforms = overlay.data.get("platforms")
-    if platforms is None:
-        return tree
-    source = str(overlay.origins[("platforms",)])
-    if not isinstance(platforms, dict):
-        raise ConfigError("want a mapping by platform", file=source, path="platforms", value=platforms)
-    for name, section in platforms.items():
-        if section is not None and not isinstance(section, dict):
-            raise ConfigError("want a mapping with `stages`", file=source, path=f"platforms.{name}", value=section)
-    section = platforms.get(platform) or {}
+    section = _platforms(overlay).get(platform) or {}
     ignored.extend(f"platforms.{platform}.{key}" for key in section if key != "stages")
     tree = Tree(dict(tree.data), tree.origins.copy())
     _lay_stages(tree, overlay, ("platforms", platform, "stages"), ignored)
@@ -110,7 +101,8 @@ def share_listed_devices(tree: Tree, sources: Iterable[str]) -> Tree:
         mine: set[int] = set()
         if tree.origins[path].source in named and "shared_devices" not in runtime:
             try:
-                mine = set(parse_devices(runtime.get("devices")) or ())
+                devices = runtime.get("devices")
+                mine = set(parse_devices(str(devices) if isinstance(devices, int) else devices) or ())
             except ConfigError:
                 mine = set()  # validation says it better
             if any(mine & other for other in listed):
@@ -118,6 +110,18 @@ def share_listed_devices(tree: Tree, sources: Iterable[str]) -> Tree:
                 patch_stage(tree, index, {"runtime": {"shared_devices": True}}, origins, ())
         listed.append(mine)
     return tree
+
+
+def _platforms(overlay: Tree) -> dict[str, dict[str, Any] | None]:
+    """Sections by platform. Raises ConfigError."""
+    platforms = overlay.data.get("platforms") or {}
+    source = str(overlay.origins[("platforms",)])
+    if not isinstance(platforms, dict):
+        raise ConfigError("want a mapping by platform", file=source, path="platforms", value=platforms)
+    for name, section in platforms.items():
+        if section is not None and not isinstance(section, dict):
+            raise ConfigError("want a mapping with `stages`", file=source, path=f"platforms.{name}", value=section)
+    return platforms
 
 
 def _lay_stages(tree: Tree, overlay: Tree, path: Path, ignored: list[str]) -> None:

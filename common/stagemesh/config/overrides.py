@@ -21,7 +21,7 @@ from stagemesh.config.origins import Tree
 from stagemesh.config.read import PipelineLoader
 from stagemesh.config.shape import MAPPINGS
 
-STAGE_OVERRIDES, ENGINE_ARG = "--stage-overrides", "--engine-arg"
+STAGE_OVERRIDES, ENGINE_ARG, DEFAULT_SAMPLING = "--stage-overrides", "--engine-arg", "--default-sampling-params"
 ALWAYS_KEPT = frozenset(
     {"worker_extension_cls", "allowed_local_media_path", "allowed_media_domains", "tensor_parallel_size"}
 )
@@ -69,6 +69,11 @@ ALIASES = {"static_lora_scale": "lora_scale", "diffusion_attention_backend": "at
 def parse_stage_overrides(text: str) -> dict[str, dict[str, Any]]:
     """The value of --stage-overrides. Raises ConfigError that says where the JSON breaks."""
     return parse_by_stage(text, STAGE_OVERRIDES, '{"painter": {"runtime": {"num_replicas": 2}}}')
+
+
+def parse_default_sampling(text: str) -> dict[str, dict[str, Any]]:
+    """The value of --default-sampling-params. Raises ConfigError that says where the JSON breaks."""
+    return parse_by_stage(text, DEFAULT_SAMPLING, '{"0": {"max_tokens": 64}}')
 
 
 def parse_by_stage(text: str, flag: str, example: str) -> dict[str, dict[str, Any]]:

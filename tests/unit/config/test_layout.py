@@ -31,6 +31,9 @@ WRONG = [
     ("0,0", 2, 1, "listed twice"),
     ("0,,1", 2, 1, "want device numbers"),
     ("-1", 1, 1, "want device numbers"),
+    ("²", 1, 1, "want device numbers"),
+    ("9" * 5000, 1, 1, "want device numbers"),
+    ("", 1, 1, "want device numbers"),
 ]
 
 
@@ -72,7 +75,9 @@ def test_layout_never_gives_a_device_twice_and_never_loses_one(replicas: int, ea
         ("llm", {"tensor_parallel_size": 4}, 4),
         ("llm", {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "data_parallel_size": 2}, 12),
         ("llm", {"data_parallel_size": 8, "data_parallel_size_local": 2}, 2),
+        ("llm", {"data_parallel_size": 2, "data_parallel_size_local": None}, 2),
         ("diffusion", {}, 1),
+        ("diffusion", {"parallel_config": None}, 1),
         ("diffusion", {"tensor_parallel_size": 4}, 1),
         ("diffusion", {"parallel_config": {"world_size": 6}}, 6),
         ("diffusion", {"parallel_config": {"ulysses_degree": 2, "ring_degree": 2, "cfg_parallel_size": 2}}, 8),
@@ -86,6 +91,12 @@ def test_devices_per_replica(kind: str, arguments: dict, count: int) -> None:
 def test_parallelism_that_is_no_count_is_refused() -> None:
     stage = Stage(name="s", engine_args={"tensor_parallel_size": 0})
     with pytest.raises(ConfigError, match=r"stages\[0\]\.engine_args\.tensor_parallel_size: 0: want a whole number"):
+        devices_per_replica(stage)
+
+
+def test_parallel_config_that_is_no_mapping_is_refused() -> None:
+    stage = Stage(name="s", stage_type="diffusion", engine_args={"parallel_config": "2"})
+    with pytest.raises(ConfigError, match=r"stages\[0\]\.engine_args\.parallel_config: '2': want a mapping"):
         devices_per_replica(stage)
 
 

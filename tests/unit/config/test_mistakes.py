@@ -266,6 +266,11 @@ def test_base_config_that_is_not_there(write) -> None:
         load_pipeline(write("base_config: none.yaml\n"))
 
 
+def test_base_config_with_a_name_that_no_file_can_have(write) -> None:
+    with pytest.raises(ConfigError, match="there is no such file"):
+        load_pipeline(write(f"base_config: {'x' * 5000}\n"))
+
+
 def test_something_that_cannot_be_laid_over_a_pipeline(write) -> None:
     with pytest.raises(TypeError, match="'overlay' cannot be laid over a pipeline, but overlays, platform"):
         load_pipeline(write(ONE), overlay=["x"])  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""Rendered and loaded again is the same; junk is never anything but our own error."""
+"""Rendered and loaded again is the same, also on the way to a worker; schemas agree with the models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagemesh.config import ConfigError, Pipeline, load, load_pipeline
+from stagemesh.config import Pipeline, load, load_pipeline
 from stagemesh.config.load import Loaded
 from stagemesh.config.origins import Origins, Tree
 from stagemesh.config.read import OPEN
@@ -107,36 +107,6 @@ def test_any_pipeline_survives_the_way_to_a_worker(pipeline: Pipeline) -> None:
 def test_files_rendered_and_loaded_again_are_the_same(path: Path, write) -> None:
     loaded = load(path, model="models/some")
     assert load_pipeline(write(render(loaded))) == loaded.pipeline
-
-
-keys = st.sampled_from(["stages", "name", "runtime", "inputs", "stage_id", "engine_args", "stage_args", "platforms",
-                        "edges", "base_config", "devices", "limits", "routing", "edge", "model"]) | text  # fmt: skip
-junk = st.recursive(
-    scalar, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=4), max_leaves=20
-)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.dictionaries(keys, junk, max_size=5))
-def test_junk_trees_raise_nothing_but_our_error_which_names_the_file(tree: dict) -> None:
-    _load_junk(yaml.safe_dump(tree, allow_unicode=True))
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.text(max_size=80) | st.sampled_from(["a: [", "&a [*a]", "? {x}", "!!python/object:os.system {}", "a: ${b}"]))
-def test_junk_text_raises_nothing_but_our_error_which_names_the_file(written: str) -> None:
-    _load_junk(written)
-
-
-def _load_junk(written: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "junk.yaml"
-        path.write_bytes(written.encode("utf-8", "surrogatepass"))
-        try:
-            load_pipeline(path)
-        except ConfigError as error:
-            assert "junk.yaml" in str(error)
-            assert "\n" not in str(error)
 
 
 def test_render_says_where_each_value_comes_from(write) -> None:
