@@ -9,6 +9,7 @@ from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh_head.registry.rows import ReplicaKey, ReplicaState
 from stagemesh_head.registry.state import NodeState
+from stagemesh_head.registry.views import missing_views
 
 
 def slot(replica_id: int, name: str = "writer") -> ReplicaKey:
@@ -103,6 +104,31 @@ def test_draining_a_failed_replica_has_it_tried_again() -> None:
     assert world.states()["writer/0"] == "FAILED"
     drain(world, slot(0))
     assert world.states()["writer/0"] == "ASSIGNED"
+
+
+def test_a_slot_waits_until_its_node_has_stopped_the_process_before() -> None:
+    world = World(pipeline(stage("writer")))
+    node = world.node("a", 2).join()
+    drain(world, slot(0))
+    assert world.states() == {}
+    slots = missing_views(world.machine.state, {}, is_holding=False)
+    assert [missing.reason for missing in slots] == ["node a still stops an earlier process of it"]
+    node.beat()
+    assert world.states() == {}
+    node.set(ReplicaState.GONE, slot(0)).beat()
+    assert world.states() == {"writer/0": "ASSIGNED"}
+
+
+def test_a_slot_whose_process_never_started_is_free_again_after_two_heartbeats() -> None:
+    world = World(pipeline(stage("writer")))
+    node = world.node("a", 2).join()
+    drain(world, slot(0))
+    node.running.clear()
+    node.beat().beat()
+    assert world.states() == {}  # both may have been under way
+    world.tick(1.0)
+    node.beat()
+    assert world.states() == {"writer/0": "ASSIGNED"}
 
 
 # -- one node -----------------------------------------------------------------

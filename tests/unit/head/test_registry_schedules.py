@@ -179,6 +179,7 @@ class Schedule:
 
     # -- invariants -----------------------------------------------------------
     def check(self) -> None:
+        self.ended |= {name for name, row in self.world.machine.state.gone.items() if row.is_final and name[1]}
         self.check_owners()
         self.check_ready()
         self.check_devices()
@@ -201,9 +202,7 @@ class Schedule:
         state, world = self.world.machine.state, self.world
         for key, row in world.rows.items():
             replica, node = state.replicas[key], state.nodes[row.node_id]
-            gone = state.gone.get((key, row.incarnation))
-            if row.incarnation:
-                assert gone is None or not gone.is_final, f"{key} was resurrected"
+            assert (key, row.incarnation) not in self.ended, f"{key} was resurrected"
             if row.state is ReplicaState.READY:
                 assert node.state is NodeState.LIVE and node.session is not None
                 late_s = SUSPECT_AFTER_INTERVALS * world.settings.heartbeat_interval_s + world.settings.tick_s
