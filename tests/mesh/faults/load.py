@@ -33,12 +33,12 @@ class Outcome:
 
 
 class Load:
-    """Requests one after the other from a few threads; what failed is kept."""
+    """Requests one after the other from a few threads; what failed is kept. `options` are those of `generate`."""
 
-    def __init__(self, mesh: Processes, threads: int = 3) -> None:
+    def __init__(self, mesh: Processes, threads: int = 3, **options: object) -> None:
         self.answered: list[Outcome] = []
         self.failed: list[Outcome] = []
-        self._mesh = mesh
+        self._mesh, self._options = mesh, options
         self._expected: dict[int, str] = {}
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(threads)]
@@ -57,7 +57,7 @@ class Load:
         """One request of client `number`, to its end."""
         started, error = time.monotonic(), ""
         try:
-            text = text_of(self._mesh, f"wish {number}")
+            text = text_of(self._mesh, f"wish {number}", **self._options)
             if text != self._expected.setdefault(number, text):
                 error = f"{text!r} is not {self._expected[number]!r}"
         except Exception as caught:
