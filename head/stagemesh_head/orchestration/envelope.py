@@ -13,6 +13,8 @@ from stagemesh.v1 import prompt_pb2 as prompt_pb
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 MAX_LABEL_CHARS = 256
 CHAT_ROLES = ("system", "user", "assistant", "tool")
+OUTPUT_MODES = frozenset(inference_pb.OutputMode.values())
+RECOVERY_POLICIES = frozenset(inference_pb.RecoveryPolicy.values())
 MEDIA_MODALITIES = ("image", "audio", "video")
 
 
@@ -28,13 +30,12 @@ def check_envelope(request: inference_pb.GenerateRequest, pipeline: Pipeline) ->
         raise invalid("request_id", request.request_id, "must be 1 to 128 characters of A-Z a-z 0-9 . _ : -")
     first = pipeline.stages[0]
     check_prompt(request.prompt, first)
-    for field in ("session_id", "cache_salt"):
-        value = getattr(request, field)
+    for field, value in (("session_id", request.session_id), ("cache_salt", request.cache_salt)):
         if len(value) > MAX_LABEL_CHARS:
             raise invalid(field, value, f"is longer than {MAX_LABEL_CHARS} characters")
-    if request.output_mode not in inference_pb.OutputMode.values():
+    if request.output_mode not in OUTPUT_MODES:
         raise invalid("output_mode", request.output_mode, "must be DELTA or FINAL_ONLY")
-    if request.recovery_policy not in inference_pb.RecoveryPolicy.values():
+    if request.recovery_policy not in RECOVERY_POLICIES:
         raise invalid("recovery_policy", request.recovery_policy, "must be BEST_EFFORT or EXACT_OR_FAIL")
     if request.HasField("lora"):
         _check_lora(request, pipeline)

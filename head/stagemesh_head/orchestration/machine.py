@@ -32,7 +32,7 @@ class RequestMachine:
     ) -> None:
         """Args: deadline: on the same clock as `now`; None is none."""
         self.plan = plan
-        self.tasks = {planned.name: Task(planned) for planned in plan.stages}
+        self.tasks = {planned.name: Task(planned.name, planned) for planned in plan.stages}
         self.is_ended = False
         self.stop: ev.Stop | None = None
         """Set once it was told to stop."""

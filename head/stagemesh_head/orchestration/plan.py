@@ -26,6 +26,7 @@ MODALITIES: dict[str, frame_pb.Modality.ValueType] = {
 class PlannedStage:
     """A stage as one request uses it."""
 
+    name: str
     stage: Stage
     inputs: tuple[str, ...]
     consumers: tuple[str, ...]
@@ -34,16 +35,8 @@ class PlannedStage:
     """Its frames go to the client."""
     params: sampling_pb.SamplingParams
     resume: ResumeMode
-
-    @property
-    def name(self) -> str:
-        """Stage name."""
-        return self.stage.name
-
-    @property
-    def reads_stream(self) -> bool:
-        """Whether it starts at its inputs' first chunk."""
-        return self.stage.edge == "stream" and bool(self.inputs)
+    reads_stream: bool
+    """It starts at its inputs' first chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +93,18 @@ class Planner:
             stage_params.fix_seed(params)
             # Which tokens belong to which chunk of an interactive prompt is known to the engine alone.
             resume = ResumeMode.RESTARTED if is_interactive else resume_mode(params)
-            stages.append(PlannedStage(stage, tuple(stage.inputs), consumers, stage.name in outputs, params, resume))
+            stages.append(
+                PlannedStage(
+                    name=stage.name,
+                    stage=stage,
+                    inputs=stage.inputs,
+                    consumers=consumers,
+                    is_output=stage.name in outputs,
+                    params=params,
+                    resume=resume,
+                    reads_stream=stage.edge == "stream" and bool(stage.inputs),
+                )
+            )
         if is_interactive:
             check_interactive(request, stages[0].name, stages[0].params)
         return Plan(

@@ -85,6 +85,8 @@ class Times:
 class Task:
     """A visit to one stage. The request's state machine alone changes it, but for `output`."""
 
+    name: str
+    """Stage name."""
     planned: PlannedStage
     state: TaskState = TaskState.WAITING
     attempt: int = 0
@@ -105,11 +107,6 @@ class Task:
     """Media files to leave out of a restarted attempt, since the client has them."""
     finished: frame_pb.StageFinished | None = None
     times: Times = field(default_factory=Times)
-
-    @property
-    def name(self) -> str:
-        """Stage name."""
-        return self.planned.name
 
     @property
     def is_live(self) -> bool:
