@@ -10,8 +10,6 @@ from stagemesh import Client, Diffusion, Image, TextDelta
 from tests.mesh.faults.processes import Process, eventually
 
 DRAIN_S = 30.0
-SEED = {"painter": Diffusion(seed=7)}
-"""Sampling with which every replica makes the same picture of the same text."""
 
 
 class Load:
@@ -24,15 +22,22 @@ class Load:
         longest_s: seconds of the slowest right answer.
     """
 
-    def __init__(self, address: str, threads: int = 3, max_retries: int = 3) -> None:
+    def __init__(
+        self,
+        address: str,
+        threads: int = 3,
+        sampling: dict[str, Diffusion] | None = None,
+        max_retries: int = 3,
+    ) -> None:
         """
         Args:
+            sampling: of each request; what it leaves to chance must not show in the answers.
             max_retries: of each client; the usual 3 do not cover a head that is away for several seconds.
         """
         self.failures: list[str] = []
         self.done = 0
         self.longest_s = 0.0
-        self._address, self._max_retries = address, max_retries
+        self._address, self._sampling, self._max_retries = address, sampling, max_retries
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(threads)]
@@ -43,7 +48,7 @@ class Load:
             while not self._stop.is_set():
                 started = time.monotonic()
                 try:
-                    answer = _answer(client, f"wish {number}")
+                    answer = self._answer(client, f"wish {number}")
                 except Exception as error:
                     self.failures.append(repr(error))
                     return
@@ -53,6 +58,11 @@ class Load:
                 with self._lock:
                     self.done += 1
                     self.longest_s = max(self.longest_s, time.monotonic() - started)
+
+    def _answer(self, client: Client, prompt: str) -> tuple[str, bytes]:
+        frames = list(client.generate(prompt, sampling=self._sampling, timeout=60))
+        text = "".join(frame.text for frame in frames if isinstance(frame, TextDelta))
+        return text, b"".join(frame.data for frame in frames if isinstance(frame, Image))
 
     def goes_on(self, more: int = 3) -> None:
         """Wait until `more` further requests have been answered."""
@@ -75,9 +85,3 @@ def finish(process: Process) -> None:
     """End a process as an operator or a kubelet does, and wait for its drain."""
     process.signal(signal.SIGTERM)
     assert process.wait(DRAIN_S) == 0, process.output
-
-
-def _answer(client: Client, prompt: str) -> tuple[str, bytes]:
-    frames = list(client.generate(prompt, sampling=SEED, timeout=60))
-    text = "".join(frame.text for frame in frames if isinstance(frame, TextDelta))
-    return text, b"".join(frame.data for frame in frames if isinstance(frame, Image))
