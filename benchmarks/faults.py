@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -208,6 +209,7 @@ def main() -> None:
     faults = [fault for fault in catalogue.FAULTS if any(words in fault.name for words in wanted)]
     if not faults:
         parser.error(f"--only {', '.join(wanted)}: want words of one of {', '.join(f.name for f in catalogue.FAULTS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the mesh of the moment is taken down
     run(faults, lambda line: print(line, flush=True))
 
 
