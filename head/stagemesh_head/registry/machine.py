@@ -106,7 +106,7 @@ class Machine:
         for replica in node.replicas.values():
             if not replica.incarnation and now - replica.sent_at > self.settings.lease_s:
                 book.send_assignment(replica, node, now)
-        book.effects.append(Send(session, messages.heartbeat_ack(beat.sequence)))
+        book.effects.append(Send(session, messages.heartbeat_ack(beat.sequence, messages.dial_problems(node))))
         return self._finish(now)
 
     def goodbye(self, session: int, reason: str, now: float) -> list[Effect]:
@@ -186,7 +186,8 @@ class Machine:
 
     # -- inside -------------------------------------------------------------
     def _finish(self, now: float) -> list[Effect]:
-        if self._book.has_room_news:
+        # A replica that moves leaves room behind; each move takes a FAILED one, so that this ends.
+        while self._book.has_room_news:
             self._place(now)
         return self._book.take_effects()
 
@@ -245,6 +246,7 @@ class Machine:
 
     def _place(self, now: float) -> None:
         """Give free slots to nodes."""
+        self._book.has_room_news = False
         placer = Placer(self.state, self.settings.reserved)
         placements = placer.place(only_returns=self.is_holding)
         moves = [] if self.is_holding else placer.move_failed()
@@ -254,7 +256,6 @@ class Machine:
             placements.append(placement)
         for placement in placements:
             self._assign(placement, now)
-        self._book.has_room_news = False
 
     def _assign(self, placement: Placement, now: float) -> None:
         node = self.state.nodes[placement.node_id]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from google.protobuf import duration_pb2
 
 from stagemesh.v1 import registry_pb2 as registry_pb
@@ -34,9 +36,9 @@ def welcome(settings: RegistrySettings) -> registry_pb.JoinResponse:
     )
 
 
-def heartbeat_ack(sequence: int) -> registry_pb.JoinResponse:
+def heartbeat_ack(sequence: int, problems: Sequence[str] = ()) -> registry_pb.JoinResponse:
     """Answer to a heartbeat."""
-    return registry_pb.JoinResponse(heartbeat_ack=registry_pb.HeartbeatAck(sequence=sequence))
+    return registry_pb.JoinResponse(heartbeat_ack=registry_pb.HeartbeatAck(sequence=sequence, problems=problems))
 
 
 def assignment(replica: Replica, node: Node, entry: StageEntry) -> registry_pb.JoinResponse:
@@ -63,3 +65,12 @@ def revocation(key: ReplicaKey, incarnation: str, grace_s: float, reason: str) -
 def drain_order(grace_s: float, reason: str) -> registry_pb.JoinResponse:
     """Leave."""
     return registry_pb.JoinResponse(drain=registry_pb.DrainOrder(grace=duration(grace_s), reason=reason))
+
+
+def dial_problems(node: Node) -> list[str]:
+    """Which replicas of a node the head has no link to, and why, in sentences for the node's log."""
+    return [
+        f"the head cannot reach {key.stage}/{key.replica_id} at {replica.report.endpoint}: {replica.link_reason}"
+        for key, replica in node.replicas.items()
+        if replica.link_up is False
+    ]

@@ -398,6 +398,15 @@ def test_a_failed_replica_moves_to_a_spare_node() -> None:
     assert a.got("revocation")[0].reason == "it moves to node b"
 
 
+def test_the_room_that_a_moved_replica_leaves_is_used_at_once() -> None:
+    world = World(pipeline(stage("writer"), stage("painter")))
+    a = world.node("a", max_replicas=1).join()
+    a.set(ReplicaState.FAILED, error=MeshError(Reason.START_FAILED, "out of memory").to_status()).beat()
+    assert world.states() == {"writer/0": "FAILED"}
+    world.node("b", stages=["writer"]).join()
+    assert world.places() == {"painter/0": ("a", "cpu:0"), "writer/0": ("b", "cpu:0")}
+
+
 def test_a_configuration_that_the_engine_refuses_is_not_carried_from_node_to_node() -> None:
     world = writer_world()
     a = world.node("a").join()
