@@ -287,14 +287,20 @@ class HeartbeatAck(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: builtins.int
+    PROBLEMS_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """Its sequence."""
+    @property
+    def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What the head cannot do with replicas of this node, for its log: "cannot dial writer/0 at 10.0.0.7:41234: ..."."""
+
     def __init__(
         self,
         *,
         sequence: builtins.int = ...,
+        problems: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["sequence", b"sequence"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["problems", b"problems", "sequence", b"sequence"]) -> None: ...
 
 Global___HeartbeatAck: typing_extensions.TypeAlias = HeartbeatAck
 

@@ -40,11 +40,12 @@ class Link:
         head_epoch: str,
         changed: Callable[[Link, str], None],
     ) -> None:
-        """Args: changed: called with the link and a reason whenever `is_up` changes."""
+        """Args: changed: called with the link and a reason whenever `is_up` changes, and when it cannot be opened."""
         self.key = key
         self.incarnation = incarnation
         self.endpoint = endpoint
         self.is_up = False
+        self._is_told_down = False
         self.session = 0
         """Grows each time the stream opens."""
         self.reported = 0
@@ -127,7 +128,7 @@ class Link:
             self.max_concurrency = first.ready.max_concurrency
             self._outbox.clear()
             self.session += 1
-            self.is_up = True
+            self.is_up, self._is_told_down = True, False
             self._changed(self, "link is up")
             writer = asyncio.create_task(self._write(call), name=f"link writer {self.key}")
             await self._read(call)
@@ -192,13 +193,15 @@ class Link:
 
     def _break(self, error: MeshError) -> None:
         """Lose what was on the link."""
-        was_up, self.is_up = self.is_up, False
+        # A link that cannot be opened at all is told of once: its replica must not look READY for ever.
+        is_news = self.is_up or not self._is_told_down
+        self.is_up, self._is_told_down = False, True
         lost = list(self._slots.values())
         self._slots.clear()
         self._free.clear()
         self._outbox.clear()
         self.reported = 0
-        if was_up:
+        if is_news:
             # First, so that no lost task is bound to this replica again.
             self._changed(self, error.message)
         for task in lost:

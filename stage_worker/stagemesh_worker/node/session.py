@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,7 @@ class Session:
         self._events = events
         self._goodbye: str | None = None
         self._sequence = self._answered = 0
+        self._problems: frozenset[str] = frozenset()
         self._answer = asyncio.Event()
         self._gone: dict[int, list[replica_pb.ReplicaReport]] = {}
         """Heartbeat -> replicas that it reported as GONE."""
@@ -167,6 +168,7 @@ class Session:
                     lease.answered(sequence)
                     self._answered = max(self._answered, sequence)
                     self._answer.set()
+                    self._note_problems(message.heartbeat_ack.problems)
                     for number in [number for number in self._gone if number <= sequence]:
                         self._supervisor.forget_gone(self._gone.pop(number))
                 case "assignment":
@@ -179,6 +181,13 @@ class Session:
                     log.warning("the head sent %s, which this version does not know", kind)
         if await call.code() is not grpc.StatusCode.OK:
             raise await _how_it_ended(call, None)
+
+    def _note_problems(self, problems: Sequence[str]) -> None:
+        """Log what the head cannot do with this node's replicas, each trouble once while it lasts."""
+        for problem in problems:
+            if problem not in self._problems:
+                log.warning("%s (is --advertise-host right, and the way open?)", problem)
+        self._problems = frozenset(problems)
 
 
 def _silent(lease: Lease) -> MeshError:
