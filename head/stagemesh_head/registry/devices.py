@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from stagemesh.config import ConfigError, Stage
 from stagemesh.config.layout import devices_per_replica, split_devices
+from stagemesh.config.ledger import check_ledger, claim_of
 from stagemesh.v1 import device_pb2 as device_pb
 from stagemesh_head.registry.state import StageEntry, StageKey
 
@@ -38,13 +39,37 @@ def choose_devices(
     copies: int,
     remembered: Sequence[str] = (),
 ) -> tuple[str, ...] | NoRoom:
-    """Device ids for one replica.
+    """Device ids for one replica, or why there is none: no free device, or no room in the memory of the ones chosen.
 
     Args:
         copies: replicas that the stage's explicit device list is divided among.
         remembered: what the replica had before; taken again when it still fits.
     """
+    chosen = _choose(entry, replica_id, devices, occupancy, stages, copies=copies, remembered=remembered)
+    if isinstance(chosen, NoRoom):
+        return chosen
+    for device in devices:
+        # Core sets share the machine's memory, and no engine claims a part of that in advance.
+        if device.id not in chosen or device.kind == device_pb.DEVICE_KIND_CPU or not device.memory_bytes:
+            continue
+        others = [claim_of(stages[key].config, 0) for key in occupancy.get(device.id, ()) if key in stages]
+        try:
+            check_ledger(device.id, device.memory_bytes, [*others, claim_of(entry.config, replica_id)])
+        except ConfigError as error:
+            return NoRoom(f"has no memory for it: {error}")
+    return chosen
 
+
+def _choose(
+    entry: StageEntry,
+    replica_id: int,
+    devices: Sequence[device_pb.Device],
+    occupancy: Occupancy,
+    stages: Mapping[StageKey, StageEntry],
+    *,
+    copies: int,
+    remembered: Sequence[str],
+) -> tuple[str, ...] | NoRoom:
     def is_usable(device_id: str) -> bool:
         # A leftover of a stage that is served no more shares with nobody.
         return all(other in stages and may_share(entry, stages[other]) for other in occupancy.get(device_id, ()))
