@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from time import monotonic
 
 from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
@@ -16,18 +17,22 @@ HIGH_WATER_UNITS = 65_536
 MESSAGE_BYTES = 8 << 20
 """A message is closed when its events reach this size, far below the message limit of 64 MiB."""
 BYTES_PER_UNIT = 64
+MERGE_S = 0.002
+"""Least time between two messages. The first after a pause goes at once; a busy engine's output is merged meanwhile,
+since a message costs the head about the same whatever it carries."""
 
 
 class Outbox:
     """Pending output of one Execute stream."""
 
-    __slots__ = ("_columns", "_events", "_load", "_room", "_units", "_wake", "closed")
+    __slots__ = ("_columns", "_events", "_load", "_room", "_taken_at", "_units", "_wake", "closed")
 
     def __init__(self) -> None:
         self._columns: dict[int, tuple[list[int], list[str]]] = {}
         self._events: list[tuple[stage_pb.TaskEvent, int]] = []
         self._load: replica_pb.ReplicaLoad | None = None
         self._units = 0
+        self._taken_at = 0.0
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
@@ -86,8 +91,12 @@ class Outbox:
     async def take(self) -> stage_pb.ExecuteResponse | None:
         """Wait for output and take as much as one message holds; None once closed. One caller at a time."""
         await self._wake.wait()
+        pause_s = self._taken_at + MERGE_S - monotonic()
+        if pause_s > 0 and self.has_room:
+            await asyncio.sleep(pause_s)
         if self.closed:
             return None
+        self._taken_at = monotonic()
         message = stage_pb.ExecuteResponse()
         if self._columns:
             pending, self._columns = self._columns, {}
