@@ -510,9 +510,7 @@ async def test_a_folder_without_a_pipeline_is_refused_before_the_start(tmp_path:
 async def test_a_configuration_that_does_not_fit_the_pipeline_is_named(tiny: Tiny) -> None:
     engine = DiffusionEngine(make_stage(tiny("image"), engine_args={"cache_backend": "first_block_cache"}), DEVICES)
     try:
-        with pytest.raises(
-            EngineConfigError, match=r"engine_args\.cache_backend: UNet2DConditionModel cannot"
-        ):
+        with pytest.raises(EngineConfigError, match=r"engine_args\.cache_backend: UNet2DConditionModel cannot"):
             await engine.start()
     finally:
         await engine.stop()
