@@ -211,7 +211,7 @@ def _reserved(reserve: list[str], loaded: list[Any]) -> dict[tuple[str, str], in
     result: dict[tuple[str, str], int] = {}
     for text in reserve:
         stage, separator, number = text.partition("=")
-        if not separator or not number.isdigit():
+        if not separator or not number.isdecimal():
             raise typer.BadParameter(f"{text!r}: want STAGE=N, such as painter=1", param_hint="--reserve")
         homes = [one.name for one in loaded if any(known.name == stage for known in one.stages)]
         if not homes:

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 from stagemesh.rpc.errors import MeshError
+from stagemesh_head.orchestration.recovery import RecoveryLimits
 from tests.mesh.harness import WRITER, Cluster, cluster, eventually, llm
 from tests.mesh.real_replicas import RealReplica, start_real_replica
 
@@ -23,7 +24,9 @@ async def one(mesh: Cluster, number: int) -> tuple[list[int], str, str]:
 
 async def test_every_stream_is_byte_identical_while_replicas_are_killed(tmp_path: Path) -> None:
     stage = {**WRITER, "engine_args": {"tokens_per_second": 60}}
-    async with cluster(tmp_path, [stage]) as mesh:
+    # The storm does not stop: a stream may be hit more often than the three attempts that are the default.
+    limits = RecoveryLimits(max_attempts=50, max_total_s=100.0)
+    async with cluster(tmp_path, [stage], recovery=limits) as mesh:
         replicas: dict[int, RealReplica] = {}
         try:
             for replica_id in range(3):

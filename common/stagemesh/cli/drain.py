@@ -49,7 +49,7 @@ def replica(
     from stagemesh.v1 import replica_pb2 as replica_pb
 
     stage, slash, number = name.rpartition("/")
-    if not slash or not number.isdigit():
+    if not slash or not number.isdecimal():
         raise typer.BadParameter(f"{name!r}: want STAGE/ID, such as painter/0", param_hint="STAGE/ID")
     with AdminClient(head) as admin:
         drained = admin.drain_replica(pipeline, stage, int(number), grace_s=grace, reason=reason).report.replica

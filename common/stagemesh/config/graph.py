@@ -44,7 +44,7 @@ def _check_ids(pipeline: Pipeline) -> None:
             raise ConfigError(problem, path=f"{path}.stage_id", value=stage.stage_id, hint=hint)
         if stage.name in names:
             raise ConfigError(f"stage {names[stage.name]} has this name too", path=f"{path}.name", value=stage.name)
-        if stage.name.isdigit():
+        if stage.name.isdecimal():
             problem, hint = "a name of digits only looks like an id", f"want a name such as stage-{stage.name}"
             raise ConfigError(problem, path=f"{path}.name", value=stage.name, hint=hint)
         names[stage.name] = index

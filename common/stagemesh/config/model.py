@@ -55,7 +55,7 @@ class Runtime(_Frozen):
             return str(value)
         if isinstance(value, list | tuple):
             texts = [str(item).strip() for item in value if not isinstance(item, bool)]
-            if len(texts) == len(value) and all(text.isascii() and text.isdigit() for text in texts):
+            if len(texts) == len(value) and all(text.isascii() and text.isdecimal() for text in texts):
                 return tuple(int(text) for text in texts)
         elif value is None or isinstance(value, str):
             return value

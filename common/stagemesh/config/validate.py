@@ -144,6 +144,6 @@ def _hint_for(path: Path) -> str:
 
 def _where(origins: Origins, path: str, source: str) -> str:
     """File and line of the value that an error is about."""
-    parts = tuple(int(p) if p.isdigit() else p for p in path.replace("]", "").replace("[", ".").split(".") if p)
+    parts = tuple(int(p) if p.isdecimal() else p for p in path.replace("]", "").replace("[", ".").split(".") if p)
     origin = origins[parts]
     return source if origin.source == "default" else str(origin)

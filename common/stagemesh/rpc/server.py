@@ -53,7 +53,7 @@ def bind(server: grpc.aio.Server, address: str, security: Security | None = None
     """
     security = security or Security.from_environment()
     host, separator, port = address.rpartition(":")
-    if not separator or not port.isdigit():
+    if not separator or not port.isdecimal():
         raise ValueError(f"address {address!r}: want HOST:PORT, such as 127.0.0.1:8470")
     security.check_bind(host)
     try:

@@ -74,7 +74,7 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/pro
 def _ratio(text: str) -> float | None:
     """Quota over period; "max" and -1 mean none."""
     words = text.split()
-    if len(words) != 2 or not all(word.isdigit() for word in words) or int(words[1]) == 0:
+    if len(words) != 2 or not all(word.isdecimal() for word in words) or int(words[1]) == 0:
         return None
     return int(words[0]) / int(words[1])
 

@@ -53,7 +53,7 @@ def host_id() -> str:
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of "host:port" or "[::1]:port". Raises IdentityError."""
     host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not separator or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise IdentityError(f"--head {address!r}: want HOST:PORT, such as 10.0.0.1:8470")
     return host.strip("[]"), int(port)
 

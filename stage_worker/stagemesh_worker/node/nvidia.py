@@ -53,7 +53,7 @@ def visible_devices(nvml: Any, variable: str | None) -> list[device_pb.Device]:
 
 def _find(nvml: Any, entry: str, handles: list[Any], uuids: list[str]) -> tuple[str, Any] | None:
     """Physical id and handle of one entry: an index, a UUID or its beginning, or a MIG instance's UUID."""
-    if entry.isdigit():
+    if entry.isdecimal():
         return (str(int(entry)), handles[int(entry)]) if int(entry) < len(handles) else None
     if entry.startswith("MIG-"):
         try:

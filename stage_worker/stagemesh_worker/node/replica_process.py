@@ -229,7 +229,7 @@ def _living(group: int) -> list[int]:
         pass
     living = []
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
+        if not entry.name.isdecimal():
             continue
         try:
             # After the command, which stands in parentheses and may hold anything: state, parent, group.

@@ -323,3 +323,9 @@ def test_base_config_that_leads_back(write) -> None:
     path = write("base_config: pipeline.yaml\nstages: []\n")
     with pytest.raises(ConfigError, match=r"pipeline.yaml: base_config: '.*': leads in a circle"):
         load_pipeline(path)
+
+
+def test_key_that_is_a_superscript_digit_is_an_unknown_key(write) -> None:
+    path = write(ONE + "\u00b9: 1\n")
+    with pytest.raises(ConfigError, match="unknown key"):
+        load_pipeline(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -193,6 +194,7 @@ async def replicas() -> AsyncIterator[StartReplica]:
     finally:
         for replica in started:
             if replica.process.returncode is None:
-                os.killpg(replica.process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it ended by itself a moment ago
+                    os.killpg(replica.process.pid, signal.SIGKILL)
                 await replica.process.wait()
             replica.writer.close()
