@@ -172,7 +172,8 @@ def test_killed_engine_core_is_reported_restarted_and_no_other_request_fails(
 
     def paint() -> None:
         with Client(mesh.address) as other:
-            pictures.append(Answer(other, "a pea", sampling={"painter": {"num_inference_steps": 60}}))
+            # Long enough for several load reports, which come about once a second.
+            pictures.append(Answer(other, "a pea", sampling={"painter": {"num_inference_steps": 600}}))
 
     events: list[str] = []
 
