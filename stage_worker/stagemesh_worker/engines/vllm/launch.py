@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from typing import Any
 
 from vllm.usage.usage_lib import UsageContext
@@ -18,6 +19,7 @@ from stagemesh_worker.rundir import run_directory
 
 _launching = False
 _registered = False
+_scratch: str | None = None
 
 
 def set_environment(devices: DeviceSet) -> None:
@@ -37,7 +39,8 @@ def launch(arguments: Any, stat_logger: Any, devices: DeviceSet) -> AsyncLLM:
     Raises:
         Exception: whatever vLLM says.
     """
-    global _launching
+    global _launching, _scratch
+    _scratch = str(run_directory())
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     if devices.kind == "cpu" and config.parallel_config.distributed_executor_backend == "uni":
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # only now: making the configuration sets "spawn"
@@ -62,3 +65,5 @@ def _in_child() -> None:
     """A killed replica must not leave its EngineCore behind."""
     if _launching:
         die_with_parent(signal.SIGKILL)
+        # vLLM makes a file at every start and removes it never: this folder goes with the replica.
+        tempfile.tempdir = _scratch
