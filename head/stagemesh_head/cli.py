@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ from stagemesh.cli.layering import (
     StageOverrides,
 )
 from stagemesh.cli.security import with_security
+from stagemesh.cli.telemetry import LogJson, LogLevel, start_logging
 
 
 def register(app: typer.Typer) -> None:
@@ -48,8 +48,11 @@ def head(
     gateways: Annotated[
         int,
         typer.Option(
-            min=0, max=64, metavar="N", help="Gateway processes to run beside it, one a core.",
+            min=0,
+            max=64,
+            metavar="N",
             rich_help_panel="Addresses",
+            help="Gateway processes to run beside it, one a core. Several want --policy power-of-two: docs/routing.md.",
         ),
     ] = 0,
     gateway_listen: Annotated[
@@ -109,9 +112,8 @@ def head(
             rich_help_panel="Times",
         ),
     ] = 3,
-    log_level: Annotated[
-        str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.", rich_help_panel="Logging")
-    ] = "info",
+    log_level: LogLevel = "info",
+    log_json: LogJson = False,
 ) -> None:
     """Serve pipelines: coordinate the nodes, and answer clients.
 
@@ -126,7 +128,7 @@ def head(
     from stagemesh_head.orchestration.recovery import RecoveryLimits
     from stagemesh_head.registry.settings import RegistrySettings
 
-    _log_to_stderr(log_level)
+    start_logging("head", log_level, log_json)
     loaded = load_pipelines(
         pipelines or [],
         model,
@@ -164,7 +166,6 @@ def head(
         raise typer.BadParameter(str(error), param_hint="--listen") from error
 
 
-
 @with_security(serves=True)
 def gateway(
     head: Annotated[str, typer.Option(metavar="HOST:PORT", help="The head to follow.")] = DEFAULT_HEAD,
@@ -172,7 +173,8 @@ def gateway(
         str, typer.Option(metavar="HOST:PORT", help="Where clients find it; port 0 picks one.")
     ] = "127.0.0.1:8480",
     processes: Annotated[
-        int, typer.Option(min=1, max=64, metavar="N", help="Processes that share the port, one a core.")
+        int,
+        typer.Option(min=1, max=64, metavar="N", help="Processes that share the port, one a core: docs/routing.md."),
     ] = 1,
     ready_file: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Written with HOST:PORT once it serves.")
@@ -181,7 +183,8 @@ def gateway(
         float, typer.Option(metavar="SECONDS", help="Time that running requests have at the end.")
     ] = 30.0,
     shares_port: Annotated[bool, typer.Option("--shares-port", hidden=True)] = False,
-    log_level: Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")] = "info",
+    log_level: LogLevel = "info",
+    log_json: LogJson = False,
 ) -> None:
     """Serve clients beside a head: scale out over cores and machines, and go on while the head is restarted.
 
@@ -192,9 +195,9 @@ def gateway(
     from stagemesh_head.app import GatewaySettings, run, serve_gateway
     from stagemesh_head.processes import run_sharing_a_port
 
-    _log_to_stderr(log_level)
+    start_logging("gateway", log_level, log_json)
     if processes > 1:
-        raise typer.Exit(run_sharing_a_port(head, listen, processes, drain_timeout, ready_file, log_level))
+        raise typer.Exit(run_sharing_a_port(head, listen, processes, drain_timeout, ready_file))
     settings = GatewaySettings(
         head=head, listen=listen, ready_file=ready_file, drain_timeout_s=drain_timeout, shares_port=shares_port
     )
@@ -228,10 +231,3 @@ def _told(error: ValueError) -> Exception:
     if isinstance(error, ConfigError | SecurityError):
         return error
     return typer.BadParameter(str(error))
-
-
-def _log_to_stderr(level: str) -> None:
-    number = logging.getLevelNamesMapping().get(level.upper())
-    if number is None:
-        raise typer.BadParameter(f"{level!r}: want debug, info, warning or error", param_hint="--log-level")
-    logging.basicConfig(level=number, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")

@@ -14,7 +14,7 @@ from stagemesh.launch.parentage import die_with_parent
 
 
 def run_sharing_a_port(
-    head: str, listen: str, count: int, drain_timeout_s: float, ready_file: Path | None, log_level: str
+    head: str, listen: str, count: int, drain_timeout_s: float, ready_file: Path | None
 ) -> int:
     """Run `count` gateways until they are told to stop; returns the worst exit status.
 
@@ -24,7 +24,7 @@ def run_sharing_a_port(
     # Held open, so that a port picked here stays this command's until the processes have it.
     with _reserve(host, int(port)) as placeholder:
         address = f"{host}:{placeholder.getsockname()[1]}"
-        command = gateway_command(head, address, drain_timeout_s, "--shares-port", "--log-level", log_level)
+        command = gateway_command(head, address, drain_timeout_s, "--shares-port")
         children = []
         for number in range(count):
             # One ready file is enough: it says that there is a port to dial.
@@ -55,7 +55,7 @@ def _reserve(host: str, port: int) -> socket.socket:
 
 
 def gateway_command(head: str, listen: str, drain_timeout_s: float, *further: str) -> list[str]:
-    """The command line of a gateway in a process of its own."""
+    """The command line of a gateway in a process of its own; how to log, it finds in the environment."""
     common = ["--head", head, "--listen", listen, "--drain-timeout", str(drain_timeout_s)]
     return [sys.executable, "-m", "stagemesh.cli.main", "gateway", *common, *further]
 

@@ -9,6 +9,7 @@ import typer
 
 from stagemesh.addresses import default_head
 from stagemesh.cli.security import with_security
+from stagemesh.cli.telemetry import LogJson, LogLevel, start_logging
 
 ANY_STAGE = "any"
 
@@ -52,8 +53,8 @@ def worker(
     ready_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the node id here once the head has accepted it.")
     ] = None,
-    log_level: Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")] = "info",
-    log_json: Annotated[bool, typer.Option("--log-json", help="Log a JSON object a line.")] = False,
+    log_level: LogLevel = "info",
+    log_json: LogJson = False,
 ) -> None:
     """Offer this machine's devices to a head and run the replicas it assigns.
 
@@ -64,13 +65,12 @@ def worker(
     SIGTERM (or Ctrl-C) drains: running requests finish first. A second one stops at once.
     """
     from stagemesh.rpc.security import SecurityError
-    from stagemesh.telemetry.logs import set_up_logging
     from stagemesh_worker.app import run_worker
     from stagemesh_worker.node.identity import parse_labels
     from stagemesh_worker.node.settings import AgentSettings
 
+    output = start_logging("node", log_level, log_json)
     try:
-        output = set_up_logging("node", level=log_level, as_json=log_json)
         settings = AgentSettings(
             head=head,
             stages=() if ANY_STAGE in (stage or ()) else tuple(stage or ()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -56,6 +57,29 @@ def up(tmp_path: Path) -> Iterator[type[Up]]:
         if one.process.poll() is None:
             one.process.kill()
             one.process.wait(PATIENCE_S)
+
+
+def test_logs_of_all_processes_are_json_and_name_replica_and_request(up, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    running = up(write_pipeline(tmp_path, pace=20), "--log-json", "--log-level", "debug")
+    with Client(running.await_ready()) as client:
+        list(client.generate("a wish", request_id="whole"))
+        frames = client.generate("a wish", request_id="left", sampling={"writer": {"max_tokens": 2000}})
+        next(frames)
+        frames.close()
+    running.process.send_signal(signal.SIGTERM)
+    code, output = running.finish()
+    assert code == 0
+    records = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert {record["component"] for record in records} == {"head", "node", "replica"}
+    assert all(record["stage"] and record["replica"] == 0 for record in records if record["component"] == "replica")
+    ends = {record["request_id"]: record for record in records if record.get("outcome")}
+    assert (ends["whole"]["level"], ends["whole"]["outcome"]) == ("debug", "complete")
+    assert (ends["left"]["level"], ends["left"]["outcome"]) == ("info", "left")
+    assert "writer/0" in ends["left"]["message"]
+    told = [record["request_id"] for record in records if record["level"] == "info" and "request_id" in record]
+    assert len(told) == len(set(told)), "at most one line a request"
+    aborted = [record for record in records if record["component"] == "replica" and record.get("request_id") == "left"]
+    assert aborted and aborted[0]["stage"] == "writer"
 
 
 def test_ctrl_c_lets_a_running_request_end_and_leaves_nothing(up, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

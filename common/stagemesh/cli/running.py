@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -30,8 +31,10 @@ _STYLES = {"ready": "green", "failed": "bold red", "missing": "yellow"}
 class UpSession:
     """One run of `stagemesh up`."""
 
-    def __init__(self, *, show_logs: bool, init_timeout_s: float, drain_timeout_s: float) -> None:
+    def __init__(self, *, show_logs: bool, logs_are_json: bool, init_timeout_s: float, drain_timeout_s: float) -> None:
+        """Args: logs_are_json: lines are shown as the processes print them, also without `show_logs`."""
         self._show_logs = show_logs
+        self._logs_are_json = logs_are_json
         self._init_timeout_s = init_timeout_s
         self._drain_timeout_s = drain_timeout_s
         self._stop = threading.Event()
@@ -41,7 +44,9 @@ class UpSession:
 
     def on_line(self, name: str, line: str) -> None:
         """A line that one of the processes printed."""
-        if self._show_logs:
+        if self._logs_are_json:
+            print(line, file=sys.stderr, flush=True)
+        elif self._show_logs:
             err().print(f"[{name}] {line}", style="dim", markup=False, soft_wrap=True)
 
     def run(self, mesh: LocalMesh, ready_file: Path | None) -> int:

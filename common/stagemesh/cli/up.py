@@ -18,6 +18,7 @@ from stagemesh.cli.layering import (
     StageOverrides,
 )
 from stagemesh.cli.security import with_security
+from stagemesh.cli.telemetry import LogJson, LogLevel, log_arguments
 
 if TYPE_CHECKING:
     from stagemesh.config import Pipeline
@@ -58,7 +59,11 @@ def up(
     drain_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="Time that running requests have at the end.")
     ] = 30.0,
-    logs: Annotated[bool, typer.Option("--logs", help="Show the log lines of all processes.")] = False,
+    logs: Annotated[
+        bool, typer.Option("--logs", help="Show the log lines of all processes.", rich_help_panel="Logs")
+    ] = False,
+    log_level: LogLevel = "info",
+    log_json: LogJson = False,
     ready_file: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Written with HOST:PORT once everything is ready.")
     ] = None,
@@ -73,7 +78,7 @@ def up(
 
       [bold]stagemesh up[/] pipeline.yaml --stages 0 --listen 10.0.0.1:8470 --insecure
 
-    Ctrl-C lets running requests finish; a second Ctrl-C stops at once.
+    Ctrl-C lets running requests finish; a second Ctrl-C stops at once. --log-json shows the logs too, as they are.
     """
     from stagemesh.cli.running import UpSession
     from stagemesh.launch.local import LocalMesh
@@ -91,9 +96,12 @@ def up(
     }
     reserved = _reservations(load_pipelines(files, model, **layers), wanted)
     head = [*arguments(files, model, **layers), "--listen", listen, "--drain-timeout", f"{drain_timeout:g}", *reserved]
-    worker = ["--devices", devices] if devices else []
+    head += log_arguments(log_level, log_json)
+    worker = [*log_arguments(log_level, log_json), *(["--devices", devices] if devices else [])]
     worker += ["--cores-per-device", str(cores_per_device)] if cores_per_device else []
-    session = UpSession(show_logs=logs, init_timeout_s=init_timeout, drain_timeout_s=drain_timeout)
+    session = UpSession(
+        show_logs=logs, logs_are_json=log_json, init_timeout_s=init_timeout, drain_timeout_s=drain_timeout
+    )
     raise typer.Exit(session.run(LocalMesh(head, worker, stages=wanted, on_line=session.on_line), ready_file))
 
 

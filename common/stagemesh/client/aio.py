@@ -17,9 +17,9 @@ from stagemesh.client.connection import (
     abort_message,
     add_sampling,
 )
-from stagemesh.client.errors import from_call
+from stagemesh.client.errors import StageMeshError, from_call
 from stagemesh.client.frames import Frame
-from stagemesh.client.journey import RetryPolicy
+from stagemesh.client.journey import Journey, RetryPolicy
 from stagemesh.client.pipelines import AbortResult, PipelineInfo, abort_result, pipeline_info
 from stagemesh.client.prompts import PromptLike, first_chunk, to_prompt
 from stagemesh.client.requests import RequestOptions, build_request
@@ -100,9 +100,8 @@ class AsyncClient:
     async def _frames(
         self, request: inference_pb.GenerateRequest, sampling: SamplingByStage | None, timeout: float | None
     ) -> AsyncIterator[Frame]:
-        pipeline = await self.get_pipeline(request.pipeline) if needs_stage_types(sampling) else None
-        add_sampling(request, sampling, pipeline)
         journey = self._connection.journey(request, timeout)
+        add_sampling(request, sampling, await self._asked_pipeline(request.pipeline, journey, sampling))
         while True:
             message, remaining = journey.next_call()
             call = self._stub().Generate(message, timeout=remaining)
@@ -120,6 +119,17 @@ class AsyncClient:
                 call.cancel()
             await asyncio.sleep(journey.delay_after(error))
 
+    async def _asked_pipeline(
+        self, name: str, journey: Journey, sampling: SamplingByStage | None
+    ) -> PipelineInfo | None:
+        """As `Client._asked_pipeline`."""
+        while needs_stage_types(sampling):
+            try:
+                return await self.get_pipeline(name)
+            except StageMeshError as error:
+                await asyncio.sleep(journey.delay_after(error))
+        return None
+
     async def generate_interactive(
         self,
         chunks: AsyncIterable[PromptLike],
@@ -134,9 +144,8 @@ class AsyncClient:
         """
         rest = aiter(chunks)
         request = build_request(first_chunk(await anext(rest, None)), **options)
-        pipeline = await self.get_pipeline(request.pipeline) if needs_stage_types(sampling) else None
-        add_sampling(request, sampling, pipeline)
         journey = self._connection.journey(request, timeout)
+        add_sampling(request, sampling, await self._asked_pipeline(request.pipeline, journey, sampling))
         failures: list[Exception] = []
 
         async def messages() -> AsyncIterator[inference_pb.GenerateInteractiveRequest]:

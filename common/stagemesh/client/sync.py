@@ -17,7 +17,7 @@ from stagemesh.client.connection import (
     abort_message,
     add_sampling,
 )
-from stagemesh.client.errors import from_call
+from stagemesh.client.errors import StageMeshError, from_call
 from stagemesh.client.frames import Frame
 from stagemesh.client.journey import Journey, RetryPolicy
 from stagemesh.client.pipelines import AbortResult, PipelineInfo, abort_result, pipeline_info
@@ -111,9 +111,18 @@ class Client:
             StageMeshError: see `stagemesh.client.errors`; wrong arguments at once, the rest while iterating.
         """
         request = build_request(prompt, **options)
-        pipeline = self.get_pipeline(request.pipeline) if needs_stage_types(sampling) else None
-        add_sampling(request, sampling, pipeline)
-        return self._frames(self._connection.journey(request, timeout))
+        journey = self._connection.journey(request, timeout)
+        add_sampling(request, sampling, self._asked_pipeline(request.pipeline, journey, sampling))
+        return self._frames(journey)
+
+    def _asked_pipeline(self, name: str, journey: Journey, sampling: SamplingByStage | None) -> PipelineInfo | None:
+        """The pipeline, where parameters cannot be read without it; asked for as often as a request is sent."""
+        while needs_stage_types(sampling):
+            try:
+                return self.get_pipeline(name)
+            except StageMeshError as error:
+                time.sleep(journey.delay_after(error))
+        return None
 
     def _frames(self, journey: Journey) -> Iterator[Frame]:
         while True:
@@ -148,9 +157,9 @@ class Client:
         """
         rest = iter(chunks)
         request = build_request(first_chunk(next(rest, None)), **options)
-        pipeline = self.get_pipeline(request.pipeline) if needs_stage_types(sampling) else None
-        add_sampling(request, sampling, pipeline)
-        return self._interactive_frames(request, rest, self._connection.journey(request, timeout))
+        journey = self._connection.journey(request, timeout)
+        add_sampling(request, sampling, self._asked_pipeline(request.pipeline, journey, sampling))
+        return self._interactive_frames(request, rest, journey)
 
     def _interactive_frames(
         self, request: inference_pb.GenerateRequest, rest: Iterator[PromptLike], journey: Journey

@@ -16,6 +16,7 @@ from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh_head.links.release import TensorReleaser
 from stagemesh_head.orchestration.envelope import check_envelope, check_prompt
 from stagemesh_head.orchestration.events import StopCause
+from stagemesh_head.orchestration.journal import log_end
 from stagemesh_head.orchestration.pacer import Pacer
 from stagemesh_head.orchestration.plan import Planner
 from stagemesh_head.orchestration.recovery import RecoveryLimits
@@ -153,6 +154,7 @@ class Orchestrator:
     def _ended(self, run: RequestRun) -> None:
         if self.on_ended is not None:
             self.on_ended(run)
+        log_end(run)
         name = run.plan.request_id
         del self._runs[name]
         admission = self.admissions[run.plan.pipeline.name]

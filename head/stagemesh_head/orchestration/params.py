@@ -126,7 +126,7 @@ def merge(
         return merged
     wanted = kind_of(stage)
     if kind != wanted:
-        raise invalid(f"{path}.{kind}", stage.name, f"a {stage.stage_type} stage takes `{wanted}` parameters")
+        raise invalid(path, kind, f"stage {stage.name!r} is of type {stage.stage_type} and takes `{wanted}` parameters")
     source, target = getattr(params, kind), getattr(merged, kind)
     _check(source, path)
     for field, _ in source.ListFields():

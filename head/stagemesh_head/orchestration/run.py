@@ -163,7 +163,8 @@ class RequestRun:
                 for command in self.machine.handle(self._events.popleft(), monotonic()):
                     self._carry_out(command)
         except Exception as error:
-            log.exception("request %s: error inside the head", self.plan.request_id)
+            name = self.plan.request_id
+            log.exception("request %s: error inside the head", name, extra={"request_id": name})
             self._collapse(MeshError.from_exception(error))
         finally:
             self._is_applying = False

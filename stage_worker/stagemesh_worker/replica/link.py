@@ -46,7 +46,8 @@ class Link:
                     task.append(append)
             for abort in request.aborts:
                 if (task := self._slots.get(abort.slot)) is not None:
-                    log.debug("request %s: aborted: %s", task.submit.request_id, abort.reason or "no reason given")
+                    name, reason = task.submit.request_id, abort.reason or "no reason given"
+                    log.debug("request %s: aborted: %s", name, reason, extra={"request_id": name})
                     task.abort()
             for grant in request.credits:
                 if (task := self._slots.get(grant.slot)) is not None:

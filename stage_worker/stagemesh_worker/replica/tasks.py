@@ -61,9 +61,10 @@ class RunningTask:
 
     def _conclude(self, work: asyncio.Task[None]) -> None:
         """Say how it ended, unless the engine said so itself. Also right for a task that never began to run."""
+        name = self.submit.request_id
         if self.sink.ended:
             if not work.cancelled() and work.exception() is not None:
-                log.error("request %s: error after its end: %s", self.submit.request_id, work.exception())
+                log.error("request %s: error after its end: %s", name, work.exception(), extra={"request_id": name})
             return
         if work.cancelled():
             if self._ending is not None:
@@ -75,7 +76,7 @@ class RunningTask:
         if error is None:
             error = MeshError(Reason.STAGE_FAILED, "the engine returned without an end")
         elif not isinstance(error, MeshError):
-            log.error("request %s: the engine raised", self.submit.request_id, exc_info=error)
+            log.error("request %s: the engine raised", name, exc_info=error, extra={"request_id": name})
             error = MeshError(Reason.STAGE_FAILED, f"{type(error).__name__}: {error}")
         error.metadata.setdefault("stage", self._context.engine.stage.name)
         self.sink.failed(error)

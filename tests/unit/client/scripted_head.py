@@ -35,6 +35,8 @@ class ScriptedHead(inference_grpc.InferenceServiceServicer):
         self.requests: list[inference_pb.GenerateRequest] = []
         self.cancelled = threading.Event()
         self.asked_pipeline = 0
+        self.pipeline_errors: list[MeshError] = []
+        """What `GetPipeline` fails with, once each, before it answers."""
         self.ready_writers = 1
         self._server = grpc.server(ThreadPoolExecutor(8), options=SERVER_OPTIONS)
         inference_grpc.add_InferenceServiceServicer_to_server(self, self._server)
@@ -107,6 +109,8 @@ class ScriptedHead(inference_grpc.InferenceServiceServicer):
     def GetPipeline(self, request, context):  # type: ignore[no-untyped-def]
         self.asked_pipeline += 1
         self.metadata.append(dict(context.invocation_metadata()))
+        if self.pipeline_errors:
+            fail(context, self.pipeline_errors.pop(0))
         stages = [
             pipeline_pb.StageInfo(stage_id=0, name="writer", stage_type="llm", target_replicas=1, ready_replicas=1),
             pipeline_pb.StageInfo(

@@ -110,6 +110,23 @@ def test_retries_are_bounded(head: Head, generate: Generate, max_retries: int, c
     assert len(scripted.requests) == calls
 
 
+@pytest.mark.parametrize(("max_retries", "calls"), [(0, 1), (3, 3)])
+def test_a_question_for_the_pipeline_is_retried_as_the_request_is(
+    head: Head, generate: Generate, max_retries: int, calls: int
+) -> None:
+    scripted = head(whole_answer)
+    busy = MeshError(Reason.OVERLOADED, "not now", retry_delay_s=0.05)
+    scripted.pipeline_errors = [busy, busy]
+    arguments: dict[str, Any] = {"client": {"max_retries": max_retries}, "sampling": {"painter": {"seed": 7}}}
+    if max_retries:
+        assert joined(generate(scripted.address, **arguments)) == "a red circle"
+        assert scripted.requests[0].sampling[0].params.diffusion.seed == 7
+    else:
+        with pytest.raises(Overloaded, match="not now"):
+            generate(scripted.address, **arguments)
+    assert scripted.asked_pipeline == calls
+
+
 def test_a_wrong_request_is_not_sent_again_and_names_its_field(head: Head, generate: Generate) -> None:
     error = MeshError(
         Reason.INVALID_REQUEST, "temperature: -1: must be at least 0", field="sampling[writer].temperature"

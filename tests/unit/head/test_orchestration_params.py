@@ -186,3 +186,10 @@ def test_a_seed_is_made_only_where_a_picture_needs_one() -> None:
 )
 def test_resume_mode_follows_the_table(params: sampling_pb.SamplingParams, mode: ResumeMode) -> None:
     assert resume_mode(params) is mode
+
+
+def test_parameters_of_the_wrong_kind_say_what_was_given_and_what_the_stage_takes() -> None:
+    with pytest.raises(MeshError) as caught:
+        stage_params.merge(stage("diffusion"), stage_params.defaults_of(stage("diffusion")), ("sampling[s]", llm()))
+    assert caught.value.metadata["field"] == "sampling[s]"
+    assert str(caught.value) == "sampling[s]: 'llm': stage 's' is of type diffusion and takes `diffusion` parameters"
