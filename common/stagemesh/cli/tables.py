@@ -12,12 +12,12 @@ from rich.text import Text
 
 from stagemesh.cli.terminal import mebibytes, seconds
 from stagemesh.client.admin import AdminClient
-from stagemesh.client.enums import enum_word
 from stagemesh.client.pipelines import PipelineInfo
 from stagemesh.client.sync import Client
 from stagemesh.v1 import admin_pb2 as admin_pb
 from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
+from stagemesh.wire import enum_word
 
 _STYLES = {
     "ready": "green",

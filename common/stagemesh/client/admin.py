@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import grpc
-from google.protobuf import duration_pb2, json_format, struct_pb2
+from google.protobuf import json_format, struct_pb2
 
 from stagemesh.addresses import default_head
 from stagemesh.client.connection import CALL_TIMEOUT_S, PAGE_SIZE
@@ -25,6 +25,7 @@ from stagemesh.v1 import admin_pb2 as admin_pb
 from stagemesh.v1 import admin_pb2_grpc as admin_grpc
 from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
+from stagemesh.wire import duration
 
 Answer = TypeVar("Answer")
 
@@ -88,7 +89,7 @@ class AdminClient:
         """Give a replica nothing new, let it finish within `grace_s` seconds, and remove it."""
         request = admin_pb.DrainReplicaRequest(
             replica=replica_pb.ReplicaRef(pipeline=pipeline, stage=stage, replica_id=replica_id),
-            grace=_duration(grace_s),
+            grace=duration(grace_s),
             reason=reason,
             request_id=_new_id(),
         )
@@ -97,7 +98,7 @@ class AdminClient:
     def drain_node(self, node_id: str, *, grace_s: float, reason: str = "") -> admin_pb.NodeInfo:
         """Let a node finish what it has within `grace_s` seconds, and leave."""
         request = admin_pb.DrainNodeRequest(
-            node_id=node_id, grace=_duration(grace_s), reason=reason, request_id=_new_id()
+            node_id=node_id, grace=duration(grace_s), reason=reason, request_id=_new_id()
         )
         return self._call(self._stub.DrainNode, request).node
 
@@ -122,7 +123,7 @@ class AdminClient:
             method=method,
             args=json_format.Parse(json.dumps(args), struct_pb2.ListValue()),
             kwargs=json_format.ParseDict(dict(kwargs or {}), struct_pb2.Struct()),
-            timeout=_duration(timeout_s),
+            timeout=duration(timeout_s),
         )
         response = self._call(self._stub.CallStages, request, timeout_s + CALL_TIMEOUT_S)
         return [_replica_call(row) for row in response.results]
@@ -158,12 +159,6 @@ def _replica_call(row: admin_pb.ReplicaCallResult) -> ReplicaCall:
     if row.WhichOneof("outcome") == "error":
         return ReplicaCall(row.replica.stage, row.replica.replica_id, error=typed(MeshError.from_status(row.error)))
     return ReplicaCall(row.replica.stage, row.replica.replica_id, json_format.MessageToDict(row.result))
-
-
-def _duration(seconds: float) -> duration_pb2.Duration:
-    duration = duration_pb2.Duration()
-    duration.FromNanoseconds(int(seconds * 1e9))
-    return duration
 
 
 def _new_id() -> str:

@@ -6,8 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from google.protobuf import duration_pb2
-
 from stagemesh.addresses import default_head
 from stagemesh.client.errors import InvalidRequest, invalid
 from stagemesh.client.journey import Journey, RetryPolicy
@@ -16,6 +14,7 @@ from stagemesh.client.sampling import SamplingByStage, to_sampling
 from stagemesh.rpc.errors import Reason
 from stagemesh.rpc.security import Security
 from stagemesh.v1 import inference_pb2 as inference_pb
+from stagemesh.wire import duration
 
 DEFAULT_TIMEOUT_S = 600.0
 """Of a whole request: a picture of a large model on a busy mesh takes minutes."""
@@ -57,6 +56,4 @@ def abort_message(request_ids: Sequence[str], timeout_s: float) -> inference_pb.
     """The message that aborts requests."""
     if not request_ids:
         raise InvalidRequest(Reason.INVALID_REQUEST, "request_ids: name at least one request", field="request_ids")
-    timeout = duration_pb2.Duration()
-    timeout.FromNanoseconds(int(timeout_s * 1e9))
-    return inference_pb.AbortRequestRequest(request_ids=request_ids, timeout=timeout)
+    return inference_pb.AbortRequestRequest(request_ids=request_ids, timeout=duration(timeout_s))

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from google.protobuf import json_format
 
-from stagemesh.client.enums import enum_word
 from stagemesh.client.errors import InternalError, Unsupported
 from stagemesh.client.frames import (
     Audio,
@@ -31,6 +30,7 @@ from stagemesh.rpc.errors import Reason
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.v1 import tensor_pb2 as tensor_pb
+from stagemesh.wire import enum_word
 
 _NOT_NUMPY = {"bfloat16": "uint16"}
 

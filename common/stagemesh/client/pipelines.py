@@ -9,10 +9,10 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from stagemesh.client.enums import enum_word
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.v1 import pipeline_pb2 as pipeline_pb
+from stagemesh.wire import enum_word
 
 
 @dataclass(frozen=True, slots=True)

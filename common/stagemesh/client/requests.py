@@ -11,17 +11,10 @@ from stagemesh.client.errors import InvalidRequest, invalid
 from stagemesh.client.prompts import MediaInput, PromptLike, to_prompt
 from stagemesh.rpc.errors import Reason
 from stagemesh.rpc.options import MAX_MESSAGE_BYTES
-from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.v1 import sampling_pb2 as sampling_pb
+from stagemesh.wire import MODALITIES
 
-MODALITIES = {
-    "text": frame_pb.MODALITY_TEXT,
-    "image": frame_pb.MODALITY_IMAGE,
-    "audio": frame_pb.MODALITY_AUDIO,
-    "video": frame_pb.MODALITY_VIDEO,
-    "latent": frame_pb.MODALITY_LATENT,
-}
 _MODES = {"delta": inference_pb.OUTPUT_MODE_DELTA, "final": inference_pb.OUTPUT_MODE_FINAL_ONLY}
 _RECOVERY = {
     "best_effort": inference_pb.RECOVERY_POLICY_BEST_EFFORT,

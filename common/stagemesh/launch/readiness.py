@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stagemesh.client.admin import AdminClient
-from stagemesh.client.enums import enum_word
 from stagemesh.client.errors import StartFailed
 from stagemesh.client.pipelines import PipelineInfo
 from stagemesh.client.sync import Client
@@ -14,6 +13,7 @@ from stagemesh.rpc.errors import Reason
 from stagemesh.v1 import admin_pb2 as admin_pb
 from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
+from stagemesh.wire import enum_word
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,10 @@ from enum import StrEnum
 from typing import NoReturn
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
+
+from stagemesh.wire import duration
 
 DOMAIN = "stagemesh"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -155,9 +157,7 @@ class MeshError(Exception):
         info = error_details_pb2.ErrorInfo(reason=self.reason.value, domain=DOMAIN, metadata=self.metadata)
         _pack(status, info)
         if self.retryable and self.retry_delay_s is not None:
-            delay = duration_pb2.Duration()
-            delay.FromNanoseconds(int(self.retry_delay_s * 1e9))
-            _pack(status, error_details_pb2.RetryInfo(retry_delay=delay))
+            _pack(status, error_details_pb2.RetryInfo(retry_delay=duration(self.retry_delay_s)))
         return status
 
     @classmethod

@@ -10,7 +10,7 @@ from google.protobuf import json_format
 from stagemesh.config import Pipeline, Stage
 from stagemesh.rpc.errors import MeshError, Reason, invalid
 from stagemesh.v1 import pipeline_pb2 as pipeline_pb
-from stagemesh_head.orchestration.plan import MODALITIES
+from stagemesh.wire import MODALITIES
 from stagemesh_head.routing.pools import Pools
 
 _EDGES = {"whole": pipeline_pb.EDGE_MODE_WHOLE, "stream": pipeline_pb.EDGE_MODE_STREAM}

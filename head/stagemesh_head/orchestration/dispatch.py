@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from google.protobuf import duration_pb2, struct_pb2
+from google.protobuf import struct_pb2
 
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import prompt_pb2 as prompt_pb
 from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
+from stagemesh.wire import duration
 from stagemesh_head.orchestration.plan import Plan
 from stagemesh_head.orchestration.task import Task
 
@@ -62,7 +63,7 @@ def submission(
     if request.HasField("reasoning_ended"):
         command.reasoning_ended = request.reasoning_ended
     if time_left_s is not None:
-        command.time_left.CopyFrom(seconds(time_left_s))
+        command.time_left.CopyFrom(duration(time_left_s))
     if task.output.token_ids:
         command.resume_token_ids.extend(task.output.token_ids)
         command.resume_text_chars = len(task.output.text)
@@ -107,9 +108,3 @@ def _hand_off(task: Task, producers: Sequence[Task]) -> struct_pb2.Struct:
             stage=task.name,
         )
     return finished.extra.fields[KV_TRANSFER].struct_value
-
-
-def seconds(value: float) -> duration_pb2.Duration:
-    """A duration of that many seconds, never negative."""
-    nanos = max(int(value * 1e9), 0)
-    return duration_pb2.Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)

@@ -10,16 +10,9 @@ from stagemesh.rpc.errors import invalid
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.v1 import sampling_pb2 as sampling_pb
+from stagemesh.wire import MODALITIES
 from stagemesh_head.orchestration import params as stage_params
 from stagemesh_head.orchestration.recovery import ResumeMode, resume_mode
-
-MODALITIES: dict[str, frame_pb.Modality.ValueType] = {
-    "text": frame_pb.MODALITY_TEXT,
-    "image": frame_pb.MODALITY_IMAGE,
-    "audio": frame_pb.MODALITY_AUDIO,
-    "video": frame_pb.MODALITY_VIDEO,
-    "latent": frame_pb.MODALITY_LATENT,
-}
 
 
 @dataclass(frozen=True, slots=True)

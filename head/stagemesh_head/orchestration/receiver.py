@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from google.protobuf import duration_pb2
-
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
@@ -93,7 +91,8 @@ class TaskReceiver:
                 self._piece(kind, event)
             case "started":
                 started = event.started
-                self._tell(ev.Started(name, _seconds(started.engine_queue), _seconds(started.transfer)))
+                waited, moved = started.engine_queue.ToNanoseconds(), started.transfer.ToNanoseconds()
+                self._tell(ev.Started(name, waited / 1e9, moved / 1e9))
             case "input_taken":
                 self._tell(ev.InputTaken(name, event.input_taken.chunks))
             case "failed":
@@ -152,10 +151,6 @@ class TaskReceiver:
     def _grew(self) -> None:
         self._told = True
         self._tell(ev.OutputArrived(self.task.name))
-
-
-def _seconds(duration: duration_pb2.Duration) -> float:
-    return duration.seconds + duration.nanos / 1e9
 
 
 def _nobody(event: ev.Event) -> None:

@@ -16,9 +16,10 @@ from stagemesh.v1 import prompt_pb2 as prompt_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
+from stagemesh.wire import duration
 from stagemesh_head.links.release import TensorReleaser
 from stagemesh_head.orchestration import events as ev
-from stagemesh_head.orchestration.dispatch import prompt_append, seconds
+from stagemesh_head.orchestration.dispatch import prompt_append
 from stagemesh_head.orchestration.final import frames_of
 from stagemesh_head.orchestration.hint import hint_of
 from stagemesh_head.orchestration.machine import RequestMachine
@@ -143,7 +144,7 @@ class RequestRun:
         info = admin_pb.RequestInfo(
             request_id=self.plan.request_id,
             pipeline=self.plan.pipeline.name,
-            age=seconds(monotonic() - self.started_at),
+            age=duration(monotonic() - self.started_at),
         )
         for task in self.machine.tasks.values():
             row = info.tasks.add(stage=task.name, state=task.state.value, attempt=task.attempt)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
-from stagemesh_head.orchestration.dispatch import seconds
+from stagemesh.wire import duration
 from stagemesh_head.orchestration.task import Task
 
 _COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "diffusion_steps", "images", "audio_seconds")
@@ -19,12 +19,12 @@ def complete(task: Task, finished: frame_pb.StageFinished, now: float) -> frame_
     del finished.replicas[:]
     finished.replicas.extend(task.replicas)
     timings = finished.timings
-    timings.queue.CopyFrom(seconds(times.queue_s))
-    timings.engine_queue.CopyFrom(seconds(times.engine_queue_s))
-    timings.transfer.CopyFrom(seconds(times.transfer_s))
+    timings.queue.CopyFrom(duration(times.queue_s))
+    timings.engine_queue.CopyFrom(duration(times.engine_queue_s))
+    timings.transfer.CopyFrom(duration(times.transfer_s))
     if times.submitted_at:
-        timings.first_output.CopyFrom(seconds((times.first_output_at or now) - times.submitted_at))
-        timings.total.CopyFrom(seconds(now - times.submitted_at))
+        timings.first_output.CopyFrom(duration((times.first_output_at or now) - times.submitted_at))
+        timings.total.CopyFrom(duration(now - times.submitted_at))
     if task.recovery and task.output.token_ids and not task.output.deltas:
         # The last replica counted the replayed tokens as prompt, or not at all.
         finished.usage.completion_tokens = len(task.output.token_ids)
@@ -45,7 +45,7 @@ def end_of(
     tasks: Sequence[Task], reason: frame_pb.FinishReason.ValueType, started_at: float, now: float
 ) -> inference_pb.RequestFinished:
     """The last message of a stream that ends well."""
-    finished = inference_pb.RequestFinished(finish_reason=reason, total=seconds(now - started_at))
+    finished = inference_pb.RequestFinished(finish_reason=reason, total=duration(now - started_at))
     for task in tasks:
         if task.finished is None:
             continue

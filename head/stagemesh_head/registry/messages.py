@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from google.protobuf import duration_pb2
-
 from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
+from stagemesh.wire import duration
 from stagemesh_head.registry.rows import ReplicaKey
 from stagemesh_head.registry.settings import RegistrySettings
 from stagemesh_head.registry.state import Node, Replica, StageEntry
-
-
-def duration(seconds: float) -> duration_pb2.Duration:
-    """Seconds as a message; below zero is zero."""
-    message = duration_pb2.Duration()
-    message.FromNanoseconds(max(0, round(seconds * 1e9)))
-    return message
 
 
 def replica_ref(key: ReplicaKey, incarnation: str = "") -> replica_pb.ReplicaRef:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 
 from stagemesh.v1 import admin_pb2 as admin_pb
 from stagemesh.v1 import registry_pb2 as registry_pb
+from stagemesh.wire import duration
 from stagemesh_head.registry.book import replica_status
-from stagemesh_head.registry.messages import duration, replica_ref
+from stagemesh_head.registry.messages import replica_ref
 from stagemesh_head.registry.placement import Reserved, missing_slots, room_of
 from stagemesh_head.registry.rows import ReplicaKey
 from stagemesh_head.registry.state import Node, NodeState, Replica, State

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf import duration_pb2, json_format
+from google.protobuf import json_format
 
 from stagemesh.rpc.errors import MeshError, Reason, invalid
 from stagemesh.v1 import admin_pb2 as admin_pb
@@ -232,5 +232,4 @@ def _seconds(request: Any, field: str, default: float) -> float:
     """A Duration field in seconds."""
     if not request.HasField(field):
         return default
-    value: duration_pb2.Duration = getattr(request, field)
-    return value.seconds + value.nanos / 1e9
+    return float(getattr(request, field).ToNanoseconds() / 1e9)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from google.protobuf import duration_pb2
-
 from stagemesh.v1 import replica_pb2 as replica_pb
+from stagemesh.wire import duration
 from stagemesh_worker.node.lifecycle import ReplicaLife
 from stagemesh_worker.replica import control
 
@@ -30,13 +29,11 @@ def report_of(life: ReplicaLife) -> replica_pb.ReplicaReport:
 
 
 def _load(load: control.Load) -> replica_pb.ReplicaLoad:
-    since = duration_pb2.Duration()
-    since.FromNanoseconds(max(0, int(load.since_progress_s * 1e9)))
     return replica_pb.ReplicaLoad(
         running=load.running,
         waiting=load.waiting,
         kv_cache_usage=load.kv_cache_usage,
         engine_steps=load.engine_steps,
-        since_progress=since,
+        since_progress=duration(load.since_progress_s),
         memory_bytes=load.memory_bytes,
     )

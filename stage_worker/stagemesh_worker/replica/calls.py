@@ -10,6 +10,7 @@ from typing import Any
 from google.protobuf import json_format, struct_pb2
 
 from stagemesh.rpc.errors import MeshError, Reason
+from stagemesh.wire import whole_numbers
 from stagemesh_worker.engines.base import Engine
 
 MAX_CALLS = 16
@@ -45,7 +46,7 @@ class ControlCalls:
             raise MeshError(Reason.OVERLOADED, f"{MAX_CALLS} control calls are running", limit=MAX_CALLS)
         self._running += 1
         try:
-            result = await self._engine.call(method, _whole(args), {k: _whole(v) for k, v in kwargs.items()})
+            result = await self._engine.call(method, whole_numbers(args), whole_numbers(kwargs))
         except asyncio.CancelledError:
             raise
         except (TypeError, ValueError) as error:
@@ -53,17 +54,6 @@ class ControlCalls:
         finally:
             self._running -= 1
         return _to_value(method, result)
-
-
-def _whole(value: Any) -> Any:
-    """JSON's numbers are all floats on this wire: whole ones become int again."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [_whole(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _whole(item) for key, item in value.items()}
-    return value
 
 
 def _to_value(method: str, result: Any) -> struct_pb2.Value:

@@ -10,22 +10,14 @@ import grpc
 from google.protobuf import json_format
 
 from stagemesh.rpc.errors import MeshError, Reason
-from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh.v1 import stage_pb2_grpc as stage_grpc
+from stagemesh.wire import MODALITIES
 from stagemesh_worker.replica.calls import ControlCalls
 from stagemesh_worker.replica.identity import Identity
 from stagemesh_worker.replica.links import Links
 
 OPEN_TIMEOUT_S = 10.0
-
-_MODALITIES = {
-    "text": frame_pb.MODALITY_TEXT,
-    "image": frame_pb.MODALITY_IMAGE,
-    "audio": frame_pb.MODALITY_AUDIO,
-    "video": frame_pb.MODALITY_VIDEO,
-    "latent": frame_pb.MODALITY_LATENT,
-}
 
 
 class StageServicer(stage_grpc.StageServiceServicer):
@@ -99,7 +91,7 @@ class StageServicer(stage_grpc.StageServiceServicer):
             supported_tasks=["generate"],
             call_methods=sorted(self._calls.methods),
             device_ids=list(engine.devices.ids),
-            output_modality=_MODALITIES.get(engine.stage.final_output_type or "", frame_pb.MODALITY_UNSPECIFIED),
+            output_modality=MODALITIES[engine.stage.final_output_type],
         )
 
 

@@ -8,12 +8,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from google.protobuf.duration_pb2 import Duration
-
 from stagemesh.rpc.errors import MeshError
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh.v1 import tensor_pb2 as tensor_pb
+from stagemesh.wire import duration
 from stagemesh_worker.replica.outbox import Outbox
 
 KeepTensor = Callable[[str, Any], tensor_pb.TensorValue]
@@ -298,10 +297,3 @@ class SlotSink:
             return False
         self._credit -= units
         return True
-
-
-def duration(seconds: float) -> Duration:
-    """A protobuf duration of `seconds`, never negative."""
-    result = Duration()
-    result.FromNanoseconds(int(max(0.0, seconds) * 1e9))
-    return result

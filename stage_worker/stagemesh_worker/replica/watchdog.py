@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import replica_pb2 as replica_pb
+from stagemesh.wire import duration
 from stagemesh_worker.engines.base import Engine
 from stagemesh_worker.replica.control import Healthy, Load, Message, Unhealthy
 from stagemesh_worker.replica.memory import resident_bytes
-from stagemesh_worker.replica.sink import duration
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,11 @@ from collections import deque
 from typing import Any
 
 import numpy as np
-from google.protobuf import duration_pb2, struct_pb2
+from google.protobuf import struct_pb2
 
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import frame_pb2 as frame_pb
+from stagemesh.wire import duration
 from stagemesh_worker.engines.base import TaskSink
 from stagemesh_worker.engines.diffusion.facts import PipelineFacts
 from stagemesh_worker.engines.diffusion.media import encode_image, encode_preview, encode_video, encode_wav
@@ -157,9 +158,9 @@ def _finished(
         finish_reason=frame_pb.FINISH_REASON_COMPLETE,
         usage=usage,
         timings=frame_pb.StageTimings(
-            engine_queue=_duration((visit.started_at or visit.submitted) - visit.submitted),
-            first_output=_duration(first_output - visit.submitted),
-            total=_duration(time.monotonic() - visit.submitted),
+            engine_queue=duration((visit.started_at or visit.submitted) - visit.submitted),
+            first_output=duration(first_output - visit.submitted),
+            total=duration(time.monotonic() - visit.submitted),
         ),
         extra=struct_pb2.Struct(),
     )
@@ -167,9 +168,3 @@ def _finished(
     if any(output.flagged for output in outputs):
         finished.extra.update({"nsfw_content_detected": [output.flagged for output in outputs]})
     return finished
-
-
-def _duration(seconds: float) -> duration_pb2.Duration:
-    duration = duration_pb2.Duration()
-    duration.FromNanoseconds(max(0, int(seconds * 1e9)))
-    return duration

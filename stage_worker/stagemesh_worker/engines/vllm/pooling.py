@@ -12,9 +12,9 @@ from vllm.pooling_params import PoolingParams
 from stagemesh.config import suggest
 from stagemesh.rpc.errors import MeshError, Reason, invalid
 from stagemesh.v1 import frame_pb2 as frame_pb
+from stagemesh.wire import whole_numbers
 from stagemesh_worker.engines.base import EngineTask, TaskSink
 from stagemesh_worker.engines.vllm.prompts import PromptBuilder
-from stagemesh_worker.engines.vllm.sampling import whole_numbers
 
 OUTPUT_NAMES = {"token_embed": "hidden_states", "embed": "embedding", "classify": "classes"}
 """Pooling task -> name of the tensor it makes: [tokens, hidden], [hidden], [classes]; the first is the default."""

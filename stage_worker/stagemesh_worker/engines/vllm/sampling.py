@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf import json_format
@@ -12,6 +11,7 @@ from stagemesh.config import Stage, suggest
 from stagemesh.rpc.errors import invalid
 from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
+from stagemesh.wire import whole_numbers
 from stagemesh_worker.engines.base import EngineConfigError
 from stagemesh_worker.engines.vllm.refusal import refused
 from stagemesh_worker.engines.vllm.structured import structured_outputs
@@ -78,14 +78,3 @@ def _extra(params: sampling_pb.LlmSamplingParams) -> dict[str, Any]:
             hint = suggest(name, EXTRA_FIELDS) or f"want one of {', '.join(EXTRA_FIELDS)}"
             raise invalid(f"extra.{name}", extra[name], f"vLLM has no such sampling parameter; {hint}")
     return extra
-
-
-def whole_numbers(value: Any) -> Any:
-    """A `Struct` has floats only: whole ones become int again, all the way down."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [whole_numbers(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: whole_numbers(item) for key, item in value.items()}
-    return value

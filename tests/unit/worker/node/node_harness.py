@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from google.protobuf import duration_pb2
 
 from stagemesh.rpc.errors import MeshError
 from stagemesh.rpc.server import bind, create_server
@@ -18,18 +17,13 @@ from stagemesh.v1 import header_pb2 as header_pb
 from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh.v1 import registry_pb2_grpc as registry_rpc
 from stagemesh.v1 import replica_pb2 as replica_pb
+from stagemesh.wire import duration
 from stagemesh_worker.node.lifecycle import LifeLimits, Place
 from stagemesh_worker.node.locks import DeviceLocks
 from stagemesh_worker.node.supervisor import Supervisor
 
 PATIENCE_S = 20.0
 SYNTHETIC = '{"name": "writer", "stage_type": "llm", "engine": "synthetic", "engine_args": %s, "runtime": %s}'
-
-
-def seconds(value: float) -> duration_pb2.Duration:
-    message = duration_pb2.Duration()
-    message.FromNanoseconds(int(value * 1e9))
-    return message
 
 
 def assignment(
@@ -41,13 +35,13 @@ def assignment(
         pipeline_revision="r1",
         devices=[device_pb.Device(id=f"cpu:{core}", kind=device_pb.DEVICE_KIND_CPU, cores=[core])],
         stage_config_json=SYNTHETIC % (engine_args, runtime),
-        start_timeout=seconds(start_timeout_s),
+        start_timeout=duration(start_timeout_s),
     )
 
 
 def revocation(replica_id: int = 0, *, grace_s: float = 0.0, incarnation: str = "") -> registry_pb.Revocation:
     ref = replica_pb.ReplicaRef(pipeline="test", stage="writer", replica_id=replica_id, incarnation=incarnation)
-    return registry_pb.Revocation(replica=ref, grace=seconds(grace_s), reason="the test says so")
+    return registry_pb.Revocation(replica=ref, grace=duration(grace_s), reason="the test says so")
 
 
 def hello() -> registry_pb.Hello:
@@ -110,8 +104,8 @@ class Call:
         await self.send(
             welcome=registry_pb.Welcome(
                 header=header_pb.ResponseHeader(head_epoch=epoch),
-                heartbeat_interval=seconds(interval_s),
-                lease_duration=seconds(lease_s),
+                heartbeat_interval=duration(interval_s),
+                lease_duration=duration(lease_s),
             )
         )
         return said

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_harness import ScriptedHead, assignment, eventually, hello, revocation, seconds, supervisor
+from node_harness import ScriptedHead, assignment, eventually, hello, revocation, supervisor
 
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
+from stagemesh.wire import duration
 from stagemesh_worker.node import headlink
 from stagemesh_worker.node.headlink import HeadLink
 from stagemesh_worker.node.supervisor import Supervisor
@@ -202,7 +203,7 @@ async def test_a_drain_order_reaches_the_node(head: ScriptedHead, tmp_path: Path
     async with node(head.address, tmp_path) as one:
         call = await head.next_call()
         await call.welcome()
-        await call.send(drain=registry_pb.DrainOrder(grace=seconds(7), reason="maintenance"))
+        await call.send(drain=registry_pb.DrainOrder(grace=duration(7), reason="maintenance"))
         assert await eventually(lambda: one.drains) == [(7.0, "maintenance")]
 
 
