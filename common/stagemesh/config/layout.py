@@ -105,14 +105,3 @@ def parse_devices(devices: str | Sequence[int] | None, *, path: str = "runtime.d
     if len(set(numbers)) != len(numbers):
         raise ConfigError("a device is listed twice", path=path, value=devices)
     return numbers
-
-
-def visible_devices(logical: Sequence[int], visible: str | None) -> list[str]:
-    """Map logical numbers through a visible-devices variable ("2,3" or UUIDs); unset leaves them."""
-    if visible is None:
-        return [str(number) for number in logical]
-    physical = [part.strip() for part in visible.split(",") if part.strip()]
-    for number in logical:
-        if number >= len(physical):
-            raise ConfigError(f"device {number} is not among the {len(physical)} visible ones ({visible!r})")
-    return [physical[number] for number in logical]

@@ -48,9 +48,8 @@ class Link:
         self._is_told_down = False
         self.session = 0
         """Grows each time the stream opens."""
-        self.reported = 0
-        """Tasks, running and waiting, that the replica last reported."""
-        self.max_concurrency = 0
+        self.reported: int | None = None
+        """Tasks, running and waiting, that the replica last told on this link; None: it has not yet."""
         self._head_epoch = head_epoch
         self._changed = changed
         self._slots: dict[int, LinkTask] = {}
@@ -125,7 +124,6 @@ class Link:
                 first = await call.read()
             if not isinstance(first, stage_pb.ExecuteResponse) or not first.HasField("ready"):
                 raise MeshError(Reason.REPLICA_LOST, f"replica {self.key}: the stream ended before it was ready")
-            self.max_concurrency = first.ready.max_concurrency
             self._outbox.clear()
             self.session += 1
             self.is_up, self._is_told_down = True, False
@@ -200,7 +198,7 @@ class Link:
         self._slots.clear()
         self._free.clear()
         self._outbox.clear()
-        self.reported = 0
+        self.reported = None
         if is_news:
             # First, so that no lost task is bound to this replica again.
             self._changed(self, error.message)

@@ -49,10 +49,6 @@ class LinkManager:
         """All of them."""
         return list(self._links.values())
 
-    def get(self, key: ReplicaKey) -> Link | None:
-        """The link to a slot's present process."""
-        return self._links.get(key)
-
     def _row_changed(self, key: ReplicaKey, row: ReplicaRow | None) -> None:
         link = self._links.get(key)
         if row is None:

@@ -34,8 +34,6 @@ class TensorReleaser:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
-        self.released = 0
-        """Tensors that replicas were told to drop."""
 
     def release(self, references: Iterable[tensor_pb.TensorRef], after_s: float) -> None:
         """Have tensors dropped by their owners, `after_s` seconds from now."""
@@ -79,7 +77,6 @@ class TensorReleaser:
         try:
             stub = tensor_rpc.TensorServiceStub(channel)
             await stub.ReleaseTensors(tensor_pb.ReleaseTensorsRequest(keys=keys), timeout=CALL_TIMEOUT_S)
-            self.released += len(keys)
         except grpc.RpcError as error:
             # Gone with its replica, or swept later.
             log.debug("tensors of %s were not released: %s", endpoint, error)

@@ -237,7 +237,7 @@ class Machine:
             error = MeshError(Reason.NODE_UNKNOWN, f"{reason}: the lease ran out, join again", node=node.node_id)
             self._book.effects.append(CloseSession(node.session, error))
             node.session = None
-        node.gone_at, node.gone_reason, node.suspect_reason = now, reason, ""
+        node.gone_at, node.suspect_reason = now, ""
         self._book.node_event("node.gone", node, reason, from_state=before.name)
         for replica in list(node.replicas.values()):
             was_told = replica.drain_reason is not None

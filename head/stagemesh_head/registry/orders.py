@@ -7,7 +7,7 @@ from stagemesh_head.registry import messages
 from stagemesh_head.registry.book import Book
 from stagemesh_head.registry.effects import Happened, Send
 from stagemesh_head.registry.rows import ReplicaKey, ReplicaState
-from stagemesh_head.registry.state import Node, Replica, StageEntry, StageKey, stage_of
+from stagemesh_head.registry.state import Replica, StageEntry, StageKey, stage_of
 from stagemesh_head.registry.words import hint
 
 MAX_REPLICAS = 10_000
@@ -36,7 +36,7 @@ def drain_replica(book: Book, key: ReplicaKey, incarnation: str, grace_s: float,
     _send_away(book, replica, grace_s, reason or "an operator drains it", now)
 
 
-def drain_node(book: Book, node_id: str, grace_s: float, reason: str) -> Node:
+def drain_node(book: Book, node_id: str, grace_s: float, reason: str) -> None:
     """Have a node finish what it has, and leave.
 
     Raises:
@@ -55,7 +55,6 @@ def drain_node(book: Book, node_id: str, grace_s: float, reason: str) -> Node:
         book.effects.append(Send(node.session, messages.drain_order(grace_s, node.drain_reason)))
     book.node_event("node.draining", node, node.drain_reason, from_state=before)
     book.republish(node)
-    return node
 
 
 def scale_stage(book: Book, pipeline: str, stage: str, replicas: int, now: float) -> int:

@@ -122,7 +122,6 @@ class Node:
     drain_grace_s: float | None = None
     """Set when the head ordered the drain; None when the node drains on its own account."""
     gone_at: float | None = None
-    gone_reason: str = ""
     replicas: dict[ReplicaKey, Replica] = field(default_factory=dict)
     leftovers: dict[tuple[ReplicaKey, str], Leftover] = field(default_factory=dict)
     """Replicas, by incarnation, that it still runs but that own no slot any more; their devices stay taken."""

@@ -21,15 +21,22 @@ Tried = tuple[int, str, int]
 class Member:
     """One replica as its pool sees it."""
 
-    __slots__ = ("inflight", "last_pick", "link", "replica_id", "reported", "row")
+    __slots__ = ("inflight", "last_pick", "link", "replica_id", "row")
 
     def __init__(self, row: ReplicaRow) -> None:
         self.replica_id = row.key.replica_id
         self.row = row
         self.link: Link | None = None
         self.inflight = 0
-        self.reported = 0
         self.last_pick = 0
+
+    @property
+    def reported(self) -> int:
+        """Tasks, running and waiting, as the replica said last: on its link, or before that through its node."""
+        if self.link is not None and self.link.reported is not None:
+            return self.link.reported
+        load = self.row.load
+        return load.running + load.waiting if load is not None else 0
 
     @property
     def is_eligible(self) -> bool:
@@ -54,11 +61,6 @@ class Binding:
         self.replica_id = member.replica_id
         self.identity = member.identity
         member.inflight += 1
-
-    @property
-    def is_released(self) -> bool:
-        """Whether it no longer counts."""
-        return self._member is None
 
     def release(self) -> None:
         """Give the place back. Raises RuntimeError the second time, since then a count somewhere is wrong."""
@@ -107,8 +109,6 @@ class StagePool:
             member.link = link
         else:
             member.row, member.link = row, link
-        if row is not None and row.load is not None:
-            self._members[replica_id].reported = row.load.running + row.load.waiting
         self._eligible = None
         self._serve_waiters()
 

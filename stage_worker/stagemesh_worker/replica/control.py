@@ -77,7 +77,6 @@ class Ready:
     """Replica to agent: it answered its own probe at `endpoint` (host:port)."""
 
     endpoint: str
-    engine_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ class ReplicaHost:
         if self._stopping.is_set():
             return
         await health.set_ready(True)
-        self._channel.send(Ready(endpoint, self._engine.version))
+        self._channel.send(Ready(endpoint))
         watchdog = Watchdog(self._engine, assign.progress_timeout_s, self._channel.send, self._links.report_load)
         self._own(self._guard(watchdog.run()))
         self._own(self._guard(self._store.expire_forever()))

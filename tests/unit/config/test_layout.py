@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagemesh.config import ConfigError, Stage
-from stagemesh.config.layout import devices_per_replica, split_devices, visible_devices
+from stagemesh.config.layout import devices_per_replica, split_devices
 
 TABLE = [
     # devices, replicas, per replica, groups
@@ -98,10 +98,3 @@ def test_parallel_config_that_is_no_mapping_is_refused() -> None:
     stage = Stage(name="s", stage_type="diffusion", engine_args={"parallel_config": "2"})
     with pytest.raises(ConfigError, match=r"stages\[0\]\.engine_args\.parallel_config: '2': want a mapping"):
         devices_per_replica(stage)
-
-
-def test_logical_ids_map_through_the_visible_devices() -> None:
-    assert visible_devices([0, 2], "4,5,GPU-abc") == ["4", "GPU-abc"]
-    assert visible_devices([0, 2], None) == ["0", "2"]
-    with pytest.raises(ConfigError, match="device 3 is not among the 2 visible ones"):
-        visible_devices([3], "4,5")

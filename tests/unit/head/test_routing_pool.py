@@ -19,7 +19,7 @@ class FakeLink:
     def __init__(self, session: int = 1, is_up: bool = True) -> None:
         self.session = session
         self.is_up = is_up
-        self.reported = 0
+        self.reported: int | None = None
 
 
 def row(replica_id: int, state: ReplicaState = ReplicaState.READY, incarnation: str = "a", load: int = 0) -> ReplicaRow:
@@ -39,6 +39,18 @@ def test_pick_reserves_in_the_same_step() -> None:
     picked = [pool.pick(HINT).replica_id for _ in range(6)]
     assert sorted(picked) == [0, 0, 0, 1, 1, 1]
     assert pool.inflight == 6
+
+
+def test_what_a_replica_says_on_its_link_is_newer_than_what_its_node_said() -> None:
+    pool = pool_of(0, 1)
+    links = [FakeLink(), FakeLink()]
+    pool.update(0, row(0, load=1), links[0])
+    pool.update(1, row(1, load=2), links[1])
+    with_rows = pool.pick(HINT)
+    assert with_rows.replica_id == 0
+    with_rows.release()
+    links[0].reported = 5
+    assert pool.pick(HINT).replica_id == 1
 
 
 def test_release_gives_the_place_back_once() -> None:

@@ -15,7 +15,7 @@ MESSAGES = [
     control.Drain(3.5),
     control.Stop(),
     control.Phase("loading weights"),
-    control.Ready("127.0.0.1:4000", "1.2"),
+    control.Ready("127.0.0.1:4000"),
     control.Load(1, 2, 0.5, 9, 0.25, 1 << 30),
     control.Unhealthy("stuck"),
     control.Healthy(),
