@@ -207,7 +207,7 @@ BAD_REQUESTS = [
         Reason.INVALID_REQUEST,
         "sampling[painter].num_inference_steps: 0",
     ),
-    ({"sampling": [llm("painter")]}, Reason.INVALID_REQUEST, "sampling[painter].llm"),
+    ({"sampling": [llm("painter")]}, Reason.INVALID_REQUEST, "takes `diffusion` parameters"),
     ({"sampling": [llm("nobody")]}, Reason.INVALID_REQUEST, "sampling[0].stage: 'nobody'"),
     ({"sampling": [llm("")]}, Reason.INVALID_REQUEST, "sampling: 1: sets without stage names"),
     ({"sampling": [llm("writer"), llm("writer")]}, Reason.INVALID_REQUEST, "sampling[1].stage: 'writer'"),
