@@ -8,7 +8,6 @@ import gc
 import logging
 import os
 import signal
-import tempfile
 import threading
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 import grpc
 
 from stagemesh.config import Pipeline
+from stagemesh.launch.ready_file import write_ready_file
 from stagemesh.rpc.health import Health
 from stagemesh.rpc.security import Security
 from stagemesh.rpc.server import bind, create_server
@@ -288,11 +288,3 @@ def run(main: Coroutine[Any, Any, None]) -> None:
         watchdog = threading.Timer(EXIT_WITHIN_S, os._exit, (0,))
         watchdog.daemon = True
         watchdog.start()
-
-
-def write_ready_file(path: Path, address: str) -> None:
-    """Write `address` to `path` so that a reader sees all of it or nothing."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(descriptor, "w") as file:
-        file.write(f"{address}\n")
-    os.replace(temporary, path)

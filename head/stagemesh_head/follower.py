@@ -18,7 +18,6 @@ from stagemesh.rpc.options import open_channel
 from stagemesh.v1 import header_pb2 as header_pb
 from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh.v1 import registry_pb2_grpc as registry_rpc
-from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh_head.registry.rows import ReplicaKey, ReplicaRow, ReplicaState
 
 log = logging.getLogger(__name__)
@@ -105,7 +104,7 @@ class Follower:
     def _take(self, response: registry_pb.WatchReplicasResponse) -> None:
         if response.snapshot:
             self._take_pipelines(response.pipelines_json)
-            fresh = {_key(status.report.replica) for status in response.replicas}
+            fresh = {ReplicaKey.of(status.report.replica) for status in response.replicas}
             for key in [key for key in self._rows if key not in fresh]:
                 self._miss(key)
         self._header = response.header
@@ -119,7 +118,7 @@ class Follower:
             for listener in list(self._listeners):
                 listener(row.key, row)
         for ref in response.removed:
-            self._forget(_key(ref))
+            self._forget(ReplicaKey.of(ref))
         if not self._seen.is_set():
             log.info("following the head at %s: %d replicas", self._head, len(self._rows))
             self._seen.set()
@@ -162,7 +161,7 @@ def row_of(status: registry_pb.ReplicaStatus) -> ReplicaRow:
     with contextlib.suppress(ValueError):
         state = ReplicaState(status.state)
     return ReplicaRow(
-        key=_key(report.replica),
+        key=ReplicaKey.of(report.replica),
         incarnation=report.replica.incarnation,
         node_id=status.node_id,
         state=state,
@@ -175,7 +174,3 @@ def row_of(status: registry_pb.ReplicaStatus) -> ReplicaRow:
         pid=report.pid,
         restarts=report.restarts,
     )
-
-
-def _key(ref: replica_pb.ReplicaRef) -> ReplicaKey:
-    return ReplicaKey(ref.pipeline, ref.stage, ref.replica_id)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -22,6 +21,7 @@ from stagemesh.client.errors import RequestTimeout, StageMeshError, Unreachable
 from stagemesh.client.sync import Client
 from stagemesh.launch.local import LocalMesh
 from stagemesh.launch.readiness import Readiness, SlotProgress, look
+from stagemesh.launch.ready_file import write_ready_file
 from stagemesh.rpc.errors import Reason
 
 START_POLL_S, SERVE_POLL_S = 0.2, 1.0
@@ -68,7 +68,7 @@ class UpSession:
                     return INTERRUPTED
                 self._announce(mesh.address, readiness, time.monotonic() - begin)
                 if ready_file is not None:
-                    _write(ready_file, mesh.address)
+                    write_ready_file(ready_file, mesh.address)
                 self._serve(mesh, client, admin)
                 self._say_goodbye(admin)
                 self._stop_mesh(mesh, now=False)
@@ -186,9 +186,3 @@ def _not_ready(readiness: Readiness, timeout_s: float) -> RequestTimeout:
     return RequestTimeout(
         Reason.REQUEST_TIMEOUT, f"not ready after {seconds(timeout_s)}: {'; '.join(waiting) or 'no replica is known'}"
     )
-
-
-def _write(path: Path, address: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(address + "\n")
-    temporary.replace(path)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Sequence
 from typing import TypedDict
 
 from stagemesh.client.errors import InvalidRequest, invalid
 from stagemesh.client.prompts import MediaInput, PromptLike, to_prompt
+from stagemesh.names import REQUEST_ID, REQUEST_ID_WORDS
 from stagemesh.rpc.errors import Reason
 from stagemesh.rpc.options import MAX_MESSAGE_BYTES
 from stagemesh.v1 import inference_pb2 as inference_pb
@@ -20,7 +20,6 @@ _RECOVERY = {
     "best_effort": inference_pb.RECOVERY_POLICY_BEST_EFFORT,
     "exact_or_fail": inference_pb.RECOVERY_POLICY_EXACT_OR_FAIL,
 }
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class RequestOptions(TypedDict, total=False):
@@ -79,8 +78,8 @@ def build_request(
         raise invalid("recovery", recovery, f"want one of {', '.join(_RECOVERY)}")
     if request_id is None:
         request_id = f"req-{uuid.uuid4().hex}"
-    elif not _REQUEST_ID.fullmatch(request_id):
-        raise invalid("request_id", request_id, "want up to 128 characters of [A-Za-z0-9._:-]")
+    elif not REQUEST_ID.fullmatch(request_id):
+        raise invalid("request_id", request_id, f"want {REQUEST_ID_WORDS}")
     names = [outputs] if isinstance(outputs, str) else list(outputs or ())
     request = inference_pb.GenerateRequest(
         request_id=request_id,

@@ -8,14 +8,13 @@ from __future__ import annotations
 import graphlib
 import hashlib
 import json
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from stagemesh.config.errors import suggest
+from stagemesh.names import LABEL, LABEL_WORDS
 
-LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 ENGINE_BY_TYPE = {"llm": "vllm", "diffusion": "diffusion"}
 OUTPUT_BY_TYPE = {"llm": "text", "diffusion": "image"}
 OutputType = Literal["text", "image", "audio", "video", "latent"]
@@ -227,5 +226,5 @@ class Pipeline(_Frozen):
 def check_label(name: str) -> str:
     """An RFC-1123 label, as names of pipelines and stages are. Raises ValueError."""
     if not LABEL.fullmatch(name):
-        raise ValueError("must be 1 to 63 of a-z, 0-9 and '-', beginning and ending with a letter or digit")
+        raise ValueError(f"must be {LABEL_WORDS}")
     return name

@@ -12,7 +12,6 @@ from google.protobuf import struct_pb2
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.rpc.options import open_channel
 from stagemesh.v1 import admin_pb2 as admin_pb
-from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh.v1 import stage_pb2_grpc as stage_rpc
 from stagemesh_head.links.link import Link
@@ -80,12 +79,7 @@ class StageCalls:
         return list(await asyncio.gather(*(self._one(link, request, timeout_s) for link in links)))
 
     async def _one(self, link: Link, request: stage_pb.CallRequest, timeout_s: float) -> admin_pb.ReplicaCallResult:
-        key = link.key
-        answer = admin_pb.ReplicaCallResult(
-            replica=replica_pb.ReplicaRef(
-                pipeline=key.pipeline, stage=key.stage, replica_id=key.replica_id, incarnation=link.incarnation
-            )
-        )
+        answer = admin_pb.ReplicaCallResult(replica=link.key.ref(link.incarnation))
         # A connection of its own, so that a method that takes long blocks nothing.
         channel = open_channel(link.endpoint)
         try:

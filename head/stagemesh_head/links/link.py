@@ -12,7 +12,6 @@ import grpc
 
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.rpc.options import open_channel
-from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh.v1 import stage_pb2_grpc as stage_rpc
 from stagemesh_head.links.outbox import Outbox
@@ -151,12 +150,7 @@ class Link:
             call.cancel()
 
     def _opening(self) -> stage_pb.ExecuteRequest:
-        replica = replica_pb.ReplicaRef(
-            pipeline=self.key.pipeline,
-            stage=self.key.stage,
-            replica_id=self.key.replica_id,
-            incarnation=self.incarnation,
-        )
+        replica = self.key.ref(self.incarnation)
         return stage_pb.ExecuteRequest(open=stage_pb.OpenLink(head_epoch=self._head_epoch, replica=replica))
 
     async def _write(self, call: Any) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import uuid
 
 from stagemesh.config import Pipeline, Stage
+from stagemesh.names import REQUEST_ID, REQUEST_ID_WORDS
 from stagemesh.rpc.errors import MeshError, Reason, invalid
 from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.v1 import prompt_pb2 as prompt_pb
 
-REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 MAX_LABEL_CHARS = 256
 CHAT_ROLES = ("system", "user", "assistant", "tool")
 OUTPUT_MODES = frozenset(inference_pb.OutputMode.values())
@@ -27,7 +26,7 @@ def check_envelope(request: inference_pb.GenerateRequest, pipeline: Pipeline) ->
     if not request.request_id:
         request.request_id = uuid.uuid4().hex
     elif not REQUEST_ID.fullmatch(request.request_id):
-        raise invalid("request_id", request.request_id, "must be 1 to 128 characters of A-Z a-z 0-9 . _ : -")
+        raise invalid("request_id", request.request_id, f"must be {REQUEST_ID_WORDS}")
     first = pipeline.stages[0]
     check_prompt(request.prompt, first)
     for field, value in (("session_id", request.session_id), ("cache_salt", request.cache_salt)):

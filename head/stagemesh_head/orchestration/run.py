@@ -13,7 +13,6 @@ from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import admin_pb2 as admin_pb
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import prompt_pb2 as prompt_pb
-from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh.wire import duration
@@ -225,11 +224,7 @@ class RequestRun:
 
     def _bound(self, task: str, binding: Binding) -> None:
         self._bindings[task] = binding
-        key = binding.row.key
-        replica = replica_pb.ReplicaRef(
-            pipeline=key.pipeline, stage=key.stage, replica_id=key.replica_id, incarnation=binding.row.incarnation
-        )
-        self._tell(ev.Bound(task, replica, binding.identity))
+        self._tell(ev.Bound(task, binding.row.key.ref(binding.row.incarnation), binding.identity))
 
     def _submit(self, command: ev.Submit) -> None:
         task = self.machine.tasks[command.task]

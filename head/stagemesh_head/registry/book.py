@@ -176,7 +176,7 @@ def replica_status(replica: Replica) -> registry_pb.ReplicaStatus:
     """A row on the wire, without lease age and tasks in flight."""
     status = registry_pb.ReplicaStatus(report=replica.report, node_id=replica.node_id)
     # What the node has not said yet, the assignment says.
-    status.report.replica.CopyFrom(messages.replica_ref(replica.key, replica.incarnation))
+    status.report.replica.CopyFrom(replica.key.ref(replica.incarnation))
     status.report.pipeline_revision = replica.revision
     if not status.report.device_ids:
         status.report.device_ids.extend(replica.device_ids)

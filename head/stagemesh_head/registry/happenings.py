@@ -12,7 +12,6 @@ from google.protobuf import timestamp_pb2
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import admin_pb2 as admin_pb
 from stagemesh_head.registry.effects import Happened
-from stagemesh_head.registry.messages import replica_ref
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class EventLog:
             to_state=happened.to_state,
         )
         if happened.key is not None:
-            event.replica.CopyFrom(replica_ref(happened.key, happened.incarnation))
+            event.replica.CopyFrom(happened.key.ref(happened.incarnation))
         self._events.append(event)
         is_loud = happened.type in _LOUD and not happened.reason.startswith(f"node {happened.node_id}:")
         level = logging.WARNING if is_loud else logging.INFO

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from stagemesh import __version__
+from stagemesh.names import CONTRACT_VERSION, LABEL, LABEL_WORDS
 from stagemesh.rpc.errors import MeshError, Reason, invalid
 from stagemesh.v1 import device_pb2 as device_pb
 from stagemesh.v1 import registry_pb2 as registry_pb
@@ -13,9 +14,7 @@ from stagemesh_head.registry.devices import may_share
 from stagemesh_head.registry.state import Node, StageEntry, StageKey
 from stagemesh_head.registry.words import hint
 
-CONTRACT_VERSION = "1"
 MAX_DEVICES, MAX_LABELS, MAX_RUNNING, MAX_TEXT = 1_024, 64, 4_096, 256
-_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\Z")
 _VERSION = re.compile(r"(\d+)\.(\d+)(\.|$)")
 
 
@@ -26,8 +25,8 @@ def check_form(hello: registry_pb.Hello) -> None:
         MeshError: VERSION_MISMATCH, INVALID_REQUEST or NODE_REFUSED.
     """
     _check_versions(hello)
-    if not _LABEL.match(hello.node_id):
-        raise invalid("hello.node_id", hello.node_id, "must be a label of a-z, 0-9 and '-', at most 63 characters")
+    if not LABEL.fullmatch(hello.node_id):
+        raise invalid("hello.node_id", hello.node_id, f"must be {LABEL_WORDS}")
     if not 0 < len(hello.incarnation) <= 64:
         raise invalid("hello.incarnation", hello.incarnation, "must have 1 to 64 characters")
     if len(hello.labels) > MAX_LABELS or any(len(k) + len(v) > MAX_TEXT for k, v in hello.labels.items()):

@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stagemesh.v1 import registry_pb2 as registry_pb
-from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh.wire import duration
 from stagemesh_head.registry.rows import ReplicaKey
 from stagemesh_head.registry.settings import RegistrySettings
 from stagemesh_head.registry.state import Node, Replica, StageEntry
-
-
-def replica_ref(key: ReplicaKey, incarnation: str = "") -> replica_pb.ReplicaRef:
-    """A replica's name on the wire."""
-    return replica_pb.ReplicaRef(
-        pipeline=key.pipeline, stage=key.stage, replica_id=key.replica_id, incarnation=incarnation
-    )
 
 
 def welcome(settings: RegistrySettings) -> registry_pb.JoinResponse:
@@ -38,7 +30,7 @@ def assignment(replica: Replica, node: Node, entry: StageEntry) -> registry_pb.J
     given = set(replica.device_ids)
     return registry_pb.JoinResponse(
         assignment=registry_pb.Assignment(
-            replica=replica_ref(replica.key),
+            replica=replica.key.ref(),
             pipeline_revision=replica.revision,
             devices=[device for device in node.hello.devices if device.id in given],
             stage_config_json=entry.config_json,
@@ -50,7 +42,7 @@ def assignment(replica: Replica, node: Node, entry: StageEntry) -> registry_pb.J
 def revocation(key: ReplicaKey, incarnation: str, grace_s: float, reason: str) -> registry_pb.JoinResponse:
     """Stop this replica."""
     return registry_pb.JoinResponse(
-        revocation=registry_pb.Revocation(replica=replica_ref(key, incarnation), grace=duration(grace_s), reason=reason)
+        revocation=registry_pb.Revocation(replica=key.ref(incarnation), grace=duration(grace_s), reason=reason)
     )
 
 

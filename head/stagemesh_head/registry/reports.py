@@ -60,7 +60,7 @@ def take_reports(book: Book, node: Node, reports: Sequence[replica_pb.ReplicaRep
     alive: set[tuple[ReplicaKey, str]] = set()
     for report in reports:
         ref = report.replica
-        key = ReplicaKey(ref.pipeline, ref.stage, ref.replica_id)
+        key = ReplicaKey.of(ref)
         name = (key, ref.incarnation)
         if report.state != replica_pb.REPLICA_STATE_GONE:
             alive.add(name)

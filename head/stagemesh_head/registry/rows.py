@@ -30,6 +30,17 @@ class ReplicaKey:
     stage: str
     replica_id: int
 
+    @classmethod
+    def of(cls, ref: replica_pb.ReplicaRef) -> ReplicaKey:
+        """The slot that a reference on the wire means."""
+        return cls(ref.pipeline, ref.stage, ref.replica_id)
+
+    def ref(self, incarnation: str = "") -> replica_pb.ReplicaRef:
+        """Its name on the wire; with an incarnation, one process in it."""
+        return replica_pb.ReplicaRef(
+            pipeline=self.pipeline, stage=self.stage, replica_id=self.replica_id, incarnation=incarnation
+        )
+
     def __str__(self) -> str:
         return f"{self.pipeline}/{self.stage}/{self.replica_id}"
 

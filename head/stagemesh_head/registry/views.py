@@ -8,7 +8,6 @@ from stagemesh.v1 import admin_pb2 as admin_pb
 from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh.wire import duration
 from stagemesh_head.registry.book import replica_status
-from stagemesh_head.registry.messages import replica_ref
 from stagemesh_head.registry.placement import Reserved, missing_slots, room_of
 from stagemesh_head.registry.rows import ReplicaKey
 from stagemesh_head.registry.state import Node, NodeState, Replica, State
@@ -28,7 +27,7 @@ def node_info(node: Node, state: State, now: float) -> admin_pb.NodeInfo:
         peer=node.peer,
         devices=node.hello.devices,
         stages=node.hello.stages,
-        replicas=[replica_ref(replica.key, replica.incarnation) for _, replica in sorted(node.replicas.items())],
+        replicas=[replica.key.ref(replica.incarnation) for _, replica in sorted(node.replicas.items())],
         lease_age=duration(now - node.last_heartbeat),
         labels=dict(node.hello.labels),
         software_version=node.hello.software_version,
@@ -54,6 +53,6 @@ def missing_views(state: State, reserved: Reserved, *, is_holding: bool) -> list
     """Slots that should have a replica and have none, and why."""
     wait = "the head was restarted and waits for the nodes it had; " if is_holding else ""
     return [
-        admin_pb.MissingSlot(replica=replica_ref(key), reason=wait + reason)
+        admin_pb.MissingSlot(replica=key.ref(), reason=wait + reason)
         for key, reason in missing_slots(state, reserved)
     ]

@@ -13,7 +13,6 @@ from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh.v1 import registry_pb2_grpc as registry_rpc
 from stagemesh_head.registry import views
 from stagemesh_head.registry.changes import Delta
-from stagemesh_head.registry.messages import replica_ref
 from stagemesh_head.registry.registry import Registry
 from stagemesh_head.registry.session import Session
 
@@ -145,7 +144,7 @@ class RegistryServicer(registry_rpc.RegistryServiceServicer):
                     if pipeline in ("", key.pipeline)
                 ],
                 removed=[
-                    replica_ref(key, incarnation)
+                    key.ref(incarnation)
                     for key, incarnation in delta.removed
                     if pipeline in ("", key.pipeline)
                 ],

@@ -9,10 +9,11 @@ import os
 import secrets
 import socket
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any
 
 from stagemesh import __version__
+from stagemesh.launch.ready_file import write_ready_file
+from stagemesh.names import CONTRACT_VERSION
 from stagemesh.rpc.backoff import Backoff
 from stagemesh.rpc.security import Security
 from stagemesh.v1 import registry_pb2 as registry_pb
@@ -27,7 +28,6 @@ from stagemesh_worker.node.supervisor import OnLine, Supervisor
 
 log = logging.getLogger(__name__)
 
-CONTRACT_VERSION = "1"
 QUIESCE_S = 1.0
 """For the head to learn that the node drains, before its replicas refuse tasks."""
 END_S = 10.0
@@ -206,14 +206,8 @@ class NodeAgent:
             return
         try:
             if is_joined:
-                _write(path, self._node_id)
+                write_ready_file(path, self._node_id)
             else:
                 path.unlink(missing_ok=True)
         except OSError as error:
             log.error("--ready-file: %s: %s", path, error.strerror)
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text + "\n")
-    temporary.replace(path)

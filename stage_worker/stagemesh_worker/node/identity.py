@@ -11,9 +11,9 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from stagemesh.names import LABEL, LABEL_WORDS
 from stagemesh.rpc.security import is_loopback
 
-LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 ANY_ADDRESS = frozenset({"0.0.0.0", "::", "[::]"})
 
 
@@ -29,9 +29,7 @@ def default_node_id() -> str:
 def check_node_id(node_id: str) -> str:
     """An RFC-1123 label. Raises IdentityError."""
     if not LABEL.fullmatch(node_id):
-        raise IdentityError(
-            f"--node-id {node_id!r}: want 1 to 63 of a-z, 0-9 and '-', beginning and ending with a letter or digit"
-        )
+        raise IdentityError(f"--node-id {node_id!r}: want {LABEL_WORDS}")
     return node_id
 
 

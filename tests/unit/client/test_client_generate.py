@@ -313,7 +313,7 @@ def test_the_rest_of_the_request_reaches_the_head(head: Head, generate: Generate
     [
         ({"mode": "slow"}, "mode: 'slow': want one of delta, final"),
         ({"recovery": "maybe"}, "recovery: 'maybe': want one of best_effort, exact_or_fail"),
-        ({"request_id": "a b"}, "request_id: 'a b': want up to 128 characters"),
+        ({"request_id": "a b"}, "request_id: 'a b': want 1 to 128 characters"),
         ({"timeout": 0}, "timeout: 0: want seconds, above 0"),
         ({"prompt": "a" * (64 << 20)}, "bytes with its media: a message is at most 67108864"),
         ({"prompt": 3}, "prompt: 3: want a text, chat messages"),

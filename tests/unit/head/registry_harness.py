@@ -14,7 +14,6 @@ from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh_head.registry.effects import CloseSession, Effect, Happened, RowChanged, Send
 from stagemesh_head.registry.machine import Machine
-from stagemesh_head.registry.messages import replica_ref
 from stagemesh_head.registry.rows import ReplicaKey, ReplicaRow, ReplicaState
 from stagemesh_head.registry.settings import RegistrySettings
 from stagemesh_head.registry.state import stage_entries
@@ -178,7 +177,7 @@ class FakeNode:
             key = ReplicaKey(ref.pipeline, ref.stage, ref.replica_id)
             if key not in self.running:
                 self.running[key] = replica_pb.ReplicaReport(
-                    replica=replica_ref(key, f"r{next(_incarnations)}"),
+                    replica=key.ref(f"r{next(_incarnations)}"),
                     pipeline_revision=assignment.pipeline_revision,
                     state=replica_pb.REPLICA_STATE_STARTING,
                     device_ids=[device.id for device in assignment.devices],

@@ -8,7 +8,6 @@ from registry_harness import FakeNode, World, pipeline, stage
 
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import replica_pb2 as replica_pb
-from stagemesh_head.registry.messages import replica_ref
 from stagemesh_head.registry.rows import ReplicaKey, ReplicaState
 from stagemesh_head.registry.settings import SUSPECT_AFTER_INTERVALS
 from stagemesh_head.registry.state import NodeState, StageKey, stage_of
@@ -89,7 +88,7 @@ class Schedule:
         over = (replica_pb.REPLICA_STATE_GONE, replica_pb.REPLICA_STATE_FAILED)
         if key is not None and node.running[key].state not in over:
             self._incarnations += 1
-            node.running[key].replica.CopyFrom(replica_ref(key, f"again-{self._incarnations}"))
+            node.running[key].replica.CopyFrom(key.ref(f"again-{self._incarnations}"))
             node.set(ReplicaState.STARTING, key)
 
     def replica_fails(self, number: int) -> None:
