@@ -45,7 +45,9 @@ class UpSession:
     def on_line(self, name: str, line: str) -> None:
         """A line that one of the processes printed."""
         if self._logs_are_json:
-            print(line, file=sys.stderr, flush=True)
+            # In one piece: each process's lines come from a thread of its own, and print() writes the end apart.
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
         elif self._show_logs:
             err().print(f"[{name}] {line}", style="dim", markup=False, soft_wrap=True)
 
