@@ -15,11 +15,12 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from stagemesh.rpc.errors import Reason
+from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import tensor_pb2 as tensor_pb
 from stagemesh.v1 import tensor_pb2_grpc as tensor_rpc
+from stagemesh_head.links import release
 from stagemesh_head.links.release import TensorReleaser
-from tests.mesh.harness import PAINTER, WRITER, cluster, make_pipeline
+from tests.mesh.harness import PAINTER, WRITER, cluster, eventually, make_pipeline
 from tests.mesh.scripted_stage import WAIT_S
 
 
@@ -28,11 +29,16 @@ class Store(tensor_rpc.TensorServiceServicer):
 
     def __init__(self) -> None:
         self.released: asyncio.Queue[list[str]] = asyncio.Queue()
+        self.refusals = 0
+        """So many calls fail before one is answered."""
 
     async def ReleaseTensors(
         self, request: tensor_pb.ReleaseTensorsRequest, context: grpc.aio.ServicerContext
     ) -> tensor_pb.ReleaseTensorsResponse:
         assert not request.request_id
+        if self.refusals:
+            self.refusals -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "too busy")
         self.released.put_nowait(list(request.keys))
         return tensor_pb.ReleaseTensorsResponse(released=len(request.keys))
 
@@ -74,6 +80,38 @@ async def test_releases_to_one_replica_travel_together_and_a_dead_one_does_no_ha
         assert await store.released.get() == [f"k{n}" for n in range(5)]
     await releaser.stop()
     assert await store.released.get() == ["later"]
+
+
+async def test_a_release_that_found_its_replica_busy_is_tried_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(release, "RETRY_S", 0.01)
+    store.refusals = release.TRIES - 1
+    releaser = TensorReleaser()
+    releaser.release([tensor_pb.TensorRef(endpoint=store.endpoint, key=key) for key in ("k1", "k2")], 0.0)
+    async with asyncio.timeout(WAIT_S):
+        assert await store.released.get() == ["k1", "k2"]
+    await releaser.stop()
+
+
+async def test_tensors_of_a_start_that_was_given_up_are_released_too(tmp_path: Path, store: Store) -> None:
+    encoder = {"name": "encoder", "stage_type": "llm", "final_output": False, "final_output_type": "latent"}
+    async with cluster(tmp_path, [encoder, {**PAINTER, "inputs": ["encoder"]}]) as mesh:
+        encoders = [await mesh.add("encoder", number) for number in (0, 1)]
+        painter = await mesh.add("painter")
+        call = mesh.generate()
+        await eventually(lambda: any(one.has_arrivals for one in encoders))
+        first = next(one for one in encoders if one.has_arrivals)
+        task = await first.next_task()
+        task.tensor("latent", tensor_pb.TensorRef(endpoint=store.endpoint, key="k1", dtype="float32", shape=[4]))
+        task.fail(MeshError(Reason.ENGINE_DEAD, "the engine died"))
+        again = await next(one for one in encoders if one is not first).next_task()
+        again.tensor("latent", tensor_pb.TensorRef(endpoint=store.endpoint, key="k2", dtype="float32", shape=[4]))
+        again.finish()
+        (await painter.next_task()).finish()
+        await call.rest()
+        async with asyncio.timeout(WAIT_S):
+            assert await store.released.get() == ["k1", "k2"]
 
 
 async def test_a_task_that_says_nothing_fails_its_request_in_the_end(tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ class Link:
         self._changed = changed
         self._slots: dict[int, LinkTask] = {}
         self._free: list[int] = []
+        self._resting: list[int] = []
+        """Free once the commands that wait are taken: some may be meant for the slot's last task."""
         self._outbox = Outbox()
         self._runner: asyncio.Task[None] | None = None
 
@@ -78,7 +80,7 @@ class Link:
         """Start a task; returns its slot. Raises MeshError(REPLICA_LOST) when the link is down."""
         if not self.is_up:
             raise MeshError(Reason.REPLICA_LOST, f"replica {self.key}: the link is down", replica=self.key)
-        slot = self._free.pop() if self._free else len(self._slots) + 1
+        slot = self._free.pop() if self._free else len(self._slots) + len(self._resting) + 1
         self._slots[slot] = task
         command.slot = slot
         self._outbox.pending().submits.append(command)
@@ -156,7 +158,10 @@ class Link:
     async def _write(self, call: Any) -> None:
         # A failed write ends the reader too, which tells the reason: nothing to do here but stop.
         while True:
-            await call.write(await self._outbox.take())
+            message = await self._outbox.take()
+            self._free += self._resting
+            self._resting.clear()
+            await call.write(message)
 
     async def _read(self, call: Any) -> None:
         """Hand every batch to its tasks. The inner loop is the hot path: it runs once a task and batch."""
@@ -178,7 +183,7 @@ class Link:
                     continue
                 if kind in TERMINAL_EVENTS:
                     del slots[event.slot]
-                    self._free.append(event.slot)
+                    (self._free if self._outbox.is_empty else self._resting).append(event.slot)
                 task.on_event(kind, event)
             if batch.HasField("load"):
                 self.reported = batch.load.running + batch.load.waiting
@@ -191,6 +196,7 @@ class Link:
         lost = list(self._slots.values())
         self._slots.clear()
         self._free.clear()
+        self._resting.clear()
         self._outbox.clear()
         self.reported = None
         if is_news:

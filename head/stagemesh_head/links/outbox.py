@@ -24,6 +24,11 @@ class Outbox:
                 self._waiter.set_result(None)
         return self._message
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits."""
+        return self._message is None
+
     def clear(self) -> None:
         """Forget what was not sent."""
         self._message = None

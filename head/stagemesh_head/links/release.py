@@ -21,6 +21,10 @@ log = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 5.0
 COALESCE_S = 0.05
 """Releases of requests that end close to each other travel together."""
+TRIES = 4
+RETRY_S = 2.0
+"""Before the second try, and twice as long before each further one. A busy replica answers late; its sweep comes only
+after ten minutes."""
 MAX_PENDING = 100_000
 """Beyond that the rest is left to the replicas' sweep."""
 
@@ -29,7 +33,8 @@ class TensorReleaser:
     """Releases tensors of requests that are over."""
 
     def __init__(self) -> None:
-        self._due: list[tuple[float, int, str, str]] = []
+        self._due: list[tuple[float, int, str, str, int]] = []
+        """(when, order, endpoint, key, which try)"""
         self._order = count()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -39,11 +44,14 @@ class TensorReleaser:
         """Have tensors dropped by their owners, `after_s` seconds from now."""
         due = monotonic() + max(after_s, COALESCE_S)
         for reference in references:
-            if len(self._due) < MAX_PENDING:
-                heapq.heappush(self._due, (due, next(self._order), reference.endpoint, reference.key))
+            self._push(due, reference.endpoint, reference.key, 1)
         self._wake.set()
         if self._task is None and self._due and not self._is_stopping:
             self._task = asyncio.create_task(self._run(), name="tensor releases")
+
+    def _push(self, due: float, endpoint: str, key: str, number: int) -> None:
+        if len(self._due) < MAX_PENDING:
+            heapq.heappush(self._due, (due, next(self._order), endpoint, key, number))
 
     async def stop(self) -> None:
         """Release what is pending, now, and end."""
@@ -65,20 +73,24 @@ class TensorReleaser:
         await self._release_until(float("inf"))
 
     async def _release_until(self, now: float) -> None:
-        keys = defaultdict[str, list[str]](list)
+        batches = defaultdict[tuple[str, int], list[str]](list)
         while self._due and self._due[0][0] <= now:
-            _, _, endpoint, key = heapq.heappop(self._due)
-            keys[endpoint].append(key)
-        if keys:
-            await asyncio.gather(*(self._tell(endpoint, some) for endpoint, some in keys.items()))
+            _, _, endpoint, key, number = heapq.heappop(self._due)
+            batches[endpoint, number].append(key)
+        if batches:
+            await asyncio.gather(*(self._tell(*about, keys) for about, keys in batches.items()))
 
-    async def _tell(self, endpoint: str, keys: list[str]) -> None:
+    async def _tell(self, endpoint: str, number: int, keys: list[str]) -> None:
         channel = open_channel(endpoint)
         try:
             stub = tensor_rpc.TensorServiceStub(channel)
             await stub.ReleaseTensors(tensor_pb.ReleaseTensorsRequest(keys=keys), timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as error:
-            # Gone with its replica, or swept later.
-            log.debug("tensors of %s were not released: %s", endpoint, error)
+            if number < TRIES and not self._is_stopping:
+                due = monotonic() + RETRY_S * 2.0 ** (number - 1)
+                for key in keys:
+                    self._push(due, endpoint, key, number + 1)
+            # Else gone with its replica, or swept later.
+            log.debug("%d tensors of %s were not released: %s", len(keys), endpoint, error)
         finally:
             await channel.close()

@@ -260,9 +260,8 @@ class RequestRun:
             return
         self._are_tensors_released = True
         for task in self.machine.tasks.values():
-            if task.output.pieces:
-                after_s = FETCH_GRACE_S if task.planned.is_output else 0.0
-                self._around.releaser.release(task.output.references(), after_s)
+            if references := task.output.references():
+                self._around.releaser.release(references, FETCH_GRACE_S if task.planned.is_output else 0.0)
 
     # -- towards the client -------------------------------------------------------
     def _deliver_finished(self, name: str) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+from stagemesh.references import reference_in
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh.v1 import tensor_pb2 as tensor_pb
@@ -30,7 +30,7 @@ OVER = frozenset({TaskState.DONE, TaskState.FAILED, TaskState.ABORTED})
 class TaskOutput:
     """All that a stage has sent, in the form in which it is forwarded, fed to later stages and replayed."""
 
-    __slots__ = ("deltas", "pieces", "texts", "token_ids")
+    __slots__ = ("_abandoned", "deltas", "pieces", "texts", "token_ids")
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -41,6 +41,8 @@ class TaskOutput:
         """Text that came with log-probabilities or of several completions; what is of completion 0 is also above."""
         self.pieces: list[frame_pb.Frame] = []
         """Media, sound and tensors, in order."""
+        self._abandoned: list[tensor_pb.TensorRef] = []
+        """Tensors of earlier starts."""
 
     @property
     def is_empty(self) -> bool:
@@ -52,19 +54,13 @@ class TaskOutput:
         """The text of completion 0 so far."""
         return "".join(self.texts)
 
-    def references(self) -> Iterator[tensor_pb.TensorRef]:
-        """Tensors that their producers keep for it."""
-        for frame in self.pieces:
-            kind = frame.WhichOneof("content")
-            if kind == "media" and frame.media.HasField("ref"):
-                yield frame.media.ref
-            elif kind == "audio_chunk" and frame.audio_chunk.samples.HasField("ref"):
-                yield frame.audio_chunk.samples.ref
-            elif kind == "tensor" and frame.tensor.value.HasField("ref"):
-                yield frame.tensor.value.ref
+    def references(self) -> list[tensor_pb.TensorRef]:
+        """Tensors that their producers keep for it, those of earlier starts too."""
+        return [*self._abandoned, *(ref for frame in self.pieces if (ref := reference_in(frame)) is not None)]
 
     def clear(self) -> None:
         """Forget all, for a new start."""
+        self._abandoned = self.references()
         for parts in (self.token_ids, self.texts, self.deltas, self.pieces):
             parts.clear()
 

@@ -10,13 +10,10 @@ import signal
 from collections.abc import Coroutine
 from typing import Any
 
-import numpy as np
-
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.rpc.health import Health
 from stagemesh.rpc.server import bind, create_server
 from stagemesh.tensors import TensorResolver, TensorServicer, TensorStore
-from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import stage_pb2_grpc as stage_grpc
 from stagemesh.v1 import tensor_pb2 as tensor_pb
 from stagemesh_worker.adapters import AdapterRunner
@@ -25,8 +22,9 @@ from stagemesh_worker.replica.calls import ControlCalls
 from stagemesh_worker.replica.channel import ControlChannel
 from stagemesh_worker.replica.control import Assign, Drain, Drained, Failed, Message, Ready, Stop
 from stagemesh_worker.replica.identity import Identity
+from stagemesh_worker.replica.keeper import Keeper
 from stagemesh_worker.replica.links import Links
-from stagemesh_worker.replica.probe import probe
+from stagemesh_worker.replica.probe import PROBE_REQUEST_ID, probe
 from stagemesh_worker.replica.service import StageServicer
 from stagemesh_worker.replica.tasks import TaskContext
 from stagemesh_worker.replica.watchdog import Watchdog
@@ -34,8 +32,6 @@ from stagemesh_worker.replica.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 SERVICES = ("stagemesh.v1.StageService", "stagemesh.v1.TensorService")
-MEDIA_INLINE_BYTES = 4 << 20
-"""Larger files stay here and travel by reference (4 MiB)."""
 STOP_GRACE_S = 0.5
 ENGINE_STOP_S = 5.0
 
@@ -59,7 +55,7 @@ class ReplicaHost:
         self._resolver = _Resolver(TensorResolver(host_id=assign.host_id))
         self._probe_epoch = f"self-probe-{secrets.token_hex(16)}"
         context = TaskContext(engine, adapters, self._resolver)
-        self._links = Links(context, self._store.put, self._keep_media, self._probe_epoch)
+        self._links = Links(context, Keeper(self._store), self._probe_epoch)
         self._identity = Identity(
             assign.pipeline, assign.pipeline_revision, engine.stage.name, assign.replica_id, assign.incarnation
         )
@@ -99,6 +95,7 @@ class ReplicaHost:
         await self._until_stopping(
             probe(endpoint, self._identity, self._engine.stage, self._probe_epoch, timeout_s), Reason.START_FAILED
         )
+        self._store.release_request(PROBE_REQUEST_ID)
         if self._stopping.is_set():
             return
         await health.set_ready(True)
@@ -182,16 +179,6 @@ class ReplicaHost:
         self._store.close()
         self._adapters.close()
         await self._channel.close()
-
-    def _keep_media(self, request_id: str, media: frame_pb.MediaOutput) -> frame_pb.MediaOutput:
-        if len(media.data) < MEDIA_INLINE_BYTES:
-            return media
-        value = self._store.put(request_id, np.frombuffer(media.data, dtype=np.uint8))
-        kept = frame_pb.MediaOutput()
-        kept.CopyFrom(media)
-        kept.ClearField("data")
-        kept.ref.CopyFrom(value.ref)
-        return kept
 
 
 class _Resolver:

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 
 from stagemesh.rpc.errors import MeshError, Reason, invalid
 from stagemesh.v1 import stage_pb2 as stage_pb
+from stagemesh_worker.replica.keeper import Keeper
 from stagemesh_worker.replica.outbox import Outbox
-from stagemesh_worker.replica.sink import KeepMedia, KeepTensor, SlotSink
+from stagemesh_worker.replica.sink import SlotSink
 from stagemesh_worker.replica.tasks import RunningTask, TaskContext
 
 log = logging.getLogger(__name__)
@@ -20,13 +21,12 @@ MAX_TASKS = 8192
 class Link:
     """The tasks of one head on this replica."""
 
-    def __init__(self, context: TaskContext, keep_tensor: KeepTensor, keep_media: KeepMedia, *, is_probe: bool) -> None:
+    def __init__(self, context: TaskContext, keeper: Keeper, *, is_probe: bool) -> None:
         self.outbox = Outbox()
         self.is_probe = is_probe
         self.draining = False
         self._context = context
-        self._keep_tensor = keep_tensor
-        self._keep_media = keep_media
+        self._keeper = keeper
         self._slots: dict[int, RunningTask] = {}
         self._running: set[RunningTask] = set()
 
@@ -55,7 +55,7 @@ class Link:
 
     def close(self) -> None:
         """The stream is over."""
-        self.outbox.close()
+        self._keeper.drop(self.outbox.close())
         for task in self.tasks:
             task.sink.closed()
             task.abort()
@@ -72,8 +72,7 @@ class Link:
         sink = SlotSink(
             submit,
             self.outbox,
-            self._keep_tensor,
-            self._keep_media,
+            self._keeper,
             on_end=lambda: self._free(slot),
             on_error=lambda error: task.fail(error),
         )

@@ -7,19 +7,18 @@ import asyncio
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh_worker.engines.base import Engine
+from stagemesh_worker.replica.keeper import Keeper
 from stagemesh_worker.replica.link import Link
-from stagemesh_worker.replica.sink import KeepMedia, KeepTensor
 from stagemesh_worker.replica.tasks import RunningTask, TaskContext
 
 
 class Links:
     """Opens links, and tells all of them what concerns all of them."""
 
-    def __init__(self, context: TaskContext, keep_tensor: KeepTensor, keep_media: KeepMedia, probe_epoch: str) -> None:
+    def __init__(self, context: TaskContext, keeper: Keeper, probe_epoch: str) -> None:
         """`probe_epoch` is the head epoch by which this process's own probe is known."""
         self._context = context
-        self._keep_tensor = keep_tensor
-        self._keep_media = keep_media
+        self._keeper = keeper
         self._probe_epoch = probe_epoch
         self._links: set[Link] = set()
         self._ending: set[RunningTask] = set()
@@ -42,7 +41,7 @@ class Links:
 
     def open(self, head_epoch: str) -> Link:
         """A new link."""
-        link = Link(self._context, self._keep_tensor, self._keep_media, is_probe=head_epoch == self._probe_epoch)
+        link = Link(self._context, self._keeper, is_probe=head_epoch == self._probe_epoch)
         link.draining = self._draining
         self._links.add(link)
         return link

@@ -71,14 +71,16 @@ class Outbox:
         self._load = load
         self._wake.set()
 
-    def close(self) -> None:
-        """Nobody will read on: forget everything and let no task wait."""
+    def close(self) -> list[stage_pb.TaskEvent]:
+        """Nobody will read on: forget everything and let no task wait. Returns the events that were not sent."""
         self.closed = True
+        unsent = [event for event, _ in self._events]
         self._columns.clear()
         self._events.clear()
         self._units = 0
         self._room.set()
         self._wake.set()
+        return unsent
 
     async def flushed(self, timeout_s: float) -> None:
         """Wait until the writer has taken everything, or the link is gone, or the time is up."""

@@ -16,6 +16,7 @@ from stagemesh.v1 import stage_pb2_grpc as stage_grpc
 from stagemesh_worker.replica.identity import Identity
 
 PROBE_TEXT = "hello"
+PROBE_REQUEST_ID = "self-probe"
 
 
 def probe_params(stage: Stage) -> sampling_pb.SamplingParams:
@@ -29,7 +30,7 @@ def probe_params(stage: Stage) -> sampling_pb.SamplingParams:
 
 async def probe(endpoint: str, identity: Identity, stage: Stage, epoch: str, timeout_s: float) -> None:
     """Run one small task at `endpoint`. Raises MeshError(START_FAILED) that says what went wrong."""
-    submit = stage_pb.SubmitTask(slot=1, request_id="self-probe", attempt=1, params=probe_params(stage))
+    submit = stage_pb.SubmitTask(slot=1, request_id=PROBE_REQUEST_ID, attempt=1, params=probe_params(stage))
     submit.prompt.text = PROBE_TEXT
     opening = stage_pb.ExecuteRequest(
         open=stage_pb.OpenLink(head_epoch=epoch, replica=identity.reference), submits=[submit]

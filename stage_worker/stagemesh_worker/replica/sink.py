@@ -11,16 +11,12 @@ from typing import Any, NamedTuple
 from stagemesh.rpc.errors import MeshError
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
-from stagemesh.v1 import tensor_pb2 as tensor_pb
 from stagemesh.wire import duration
+from stagemesh_worker.replica.keeper import Keeper
 from stagemesh_worker.replica.outbox import Outbox
 
-KeepTensor = Callable[[str, Any], tensor_pb.TensorValue]
-"""(request id, NumPy array) -> the array inline or as a reference into this replica's store."""
 COPY_ON_LOOP_BELOW_BYTES = 1 << 20
 """A larger array is copied on a thread: it would hold the event loop for over a millisecond."""
-KeepMedia = Callable[[str, frame_pb.MediaOutput], frame_pb.MediaOutput]
-"""The same for an encoded file."""
 
 
 class _Tokens(NamedTuple):
@@ -45,8 +41,7 @@ class SlotSink:
         "_first_output",
         "_granted",
         "_held",
-        "_keep_media",
-        "_keep_tensor",
+        "_keeper",
         "_on_end",
         "_on_error",
         "_outbox",
@@ -65,8 +60,7 @@ class SlotSink:
         self,
         submit: stage_pb.SubmitTask,
         outbox: Outbox,
-        keep_tensor: KeepTensor,
-        keep_media: KeepMedia,
+        keeper: Keeper,
         on_end: Callable[[], None],
         on_error: Callable[[MeshError], None],
     ) -> None:
@@ -79,8 +73,7 @@ class SlotSink:
         self.slot = submit.slot
         self._request_id = submit.request_id
         self._outbox = outbox
-        self._keep_tensor = keep_tensor
-        self._keep_media = keep_media
+        self._keeper = keeper
         self._credit: int | None = submit.credit or None
         self._held: deque[_Tokens | _Event | asyncio.Future[_Event]] = deque()
         self._granted = asyncio.Event()
@@ -146,12 +139,12 @@ class SlotSink:
         if self.finished:
             return
         if progress.HasField("preview"):
-            progress.preview.CopyFrom(self._keep_media(self._request_id, progress.preview))
+            progress.preview.CopyFrom(self._keeper.media(self._request_id, progress.preview))
         self._outbox.add_event(stage_pb.TaskEvent(slot=self.slot, progress=progress), len(progress.preview.data))
 
     def media(self, media: frame_pb.MediaOutput) -> None:
         """A file is complete."""
-        kept = self._keep_media(self._request_id, media)
+        kept = self._keeper.media(self._request_id, media)
         self._piece(stage_pb.TaskEvent(slot=self.slot, media=kept), len(kept.data))
 
     def audio(self, chunk: frame_pb.AudioChunk) -> None:
@@ -172,7 +165,7 @@ class SlotSink:
         self._held.append(copying)
 
     def _keep(self, name: str, array: Any) -> _Event:
-        value = self._keep_tensor(self._request_id, array)
+        value = self._keeper.tensor(self._request_id, array)
         event = stage_pb.TaskEvent(slot=self.slot, tensor=frame_pb.TensorOutput(name=name, value=value))
         return _Event(event, len(value.inline.data))
 
@@ -180,6 +173,8 @@ class SlotSink:
         error = None if copying.cancelled() else copying.exception()
         if error is not None and not self.ended:
             self._on_error(MeshError.from_exception(error))
+        elif error is None and (self.ended or self._outbox.closed):
+            self._keeper.drop([copying.result().event])
         elif error is None:
             self._release()
             self._granted.set()
@@ -202,13 +197,13 @@ class SlotSink:
     def failed(self, error: MeshError) -> None:
         """The task failed. What is held for lack of credit is dropped: a failure must not wait for a slow consumer."""
         self.finished = True
-        self._held.clear()
+        self._drop_held()
         self._end(stage_pb.TaskEvent(slot=self.slot, failed=error.to_status()))
 
     def aborted(self) -> None:
         """The engine let go of an aborted task; what was held is of no use any more."""
         self.finished = True
-        self._held.clear()
+        self._drop_held()
         event = stage_pb.TaskEvent(slot=self.slot)
         event.aborted.usage.completion_tokens = self.completion_tokens
         self._end(event)
@@ -232,8 +227,14 @@ class SlotSink:
 
     def closed(self) -> None:
         """The link is gone: nobody may wait for credit any more."""
-        self._held.clear()
+        self._drop_held()
         self._granted.set()
+
+    def _drop_held(self) -> None:
+        """Forget what nobody was told of; a tensor that is still copied follows when it is."""
+        done = [item.result() if isinstance(item, asyncio.Future) else item for item in self._held if _is_done(item)]
+        self._keeper.drop([item.event for item in done if isinstance(item, _Event)])
+        self._held.clear()
 
     def _piece(self, event: stage_pb.TaskEvent, size_bytes: int) -> None:
         if self.finished:
@@ -297,3 +298,8 @@ class SlotSink:
             return False
         self._credit -= units
         return True
+
+
+def _is_done(item: _Tokens | _Event | asyncio.Future[_Event]) -> bool:
+    """Whether it is at hand: not still copied, and no copy that failed."""
+    return not isinstance(item, asyncio.Future) or (item.done() and not item.cancelled() and item.exception() is None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -61,6 +62,12 @@ class RunningTask:
 
     def _conclude(self, work: asyncio.Task[None]) -> None:
         """Say how it ended, unless the engine said so itself. Also right for a task that never began to run."""
+        try:
+            self._say_end(work)
+        finally:
+            _let_go(work)
+
+    def _say_end(self, work: asyncio.Task[None]) -> None:
         name = self.submit.request_id
         if self.sink.ended:
             if not work.cancelled() and work.exception() is not None:
@@ -143,3 +150,16 @@ class RunningTask:
                 made = replace(made, extra={**made.extra, "params": chunk.params})
             if made is not None:
                 yield made
+
+
+def _let_go(work: asyncio.Task[None]) -> None:
+    """Clear the frames of work that broke off: they hold its inputs, and its timeout holds them in a circle.
+
+    Else mapped tensors would take memory and descriptors until Python looks for circles.
+    """
+    try:
+        error = work.exception()
+    except asyncio.CancelledError as cancelled:
+        error = cancelled
+    if error is not None:
+        traceback.clear_frames(error.__traceback__)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import grpc
 import psutil
+import pytest
 from google.protobuf import json_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -414,6 +415,35 @@ async def test_tensor_of_one_replica_is_the_input_of_the_next(start_replica) -> 
     finished = (await reader.end_of(1)).finished
     assert finished.usage.prompt_tokens == 64
     assert finished.timings.HasField("transfer")
+    await link.close()
+    await reader.close()
+
+
+async def test_self_probe_keeps_no_tensor(start_replica) -> None:
+    replica = await start_replica(final_output_type="latent", engine_args={"tensor_shape": [64, 1024]})
+    await replica.ready()
+    assert not [*Path("/dev/shm").glob(f"stagemesh-{replica.process.pid}-*")]
+
+
+@pytest.mark.parametrize("ends", ["aborted", "failed"])
+async def test_input_of_a_task_that_broke_off_is_let_go_at_once(start_replica, ends: str) -> None:
+    """A mapping is a descriptor, and memory that its owner has released."""
+    producer = await start_replica(final_output_type="latent", engine_args={"tensor_shape": [64, 1024]})
+    consumer = await start_replica(name="reader", inputs=["writer"], engine_args={"tokens_per_second": 1})
+    await producer.ready()
+    await consumer.ready()
+    link, reader = await producer.link(), await consumer.link()
+    await link.submit(1)
+    await link.end_of(1)
+    upstream = stage_pb.UpstreamOutput(stage="writer", tensors=[link.events(1, "tensor")[0].tensor], finished=True)
+    before = psutil.Process(consumer.process.pid).num_fds()
+    for slot in range(1, 9):
+        await reader.submit(slot, inputs=[upstream], llm={"top_p": 7.0} if ends == "failed" else {})
+        if ends == "aborted":
+            await reader.until(lambda link, slot=slot: bool(link.events(slot, "started")))
+            await reader.send(aborts=[stage_pb.AbortTask(slot=slot)])
+        assert (await reader.end_of(slot)).WhichOneof("event") == ends
+    assert psutil.Process(consumer.process.pid).num_fds() == before
     await link.close()
     await reader.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ class Box:
         self.errors: asyncio.Queue[MeshError] = asyncio.Queue()
         self.copying = threading.Event()
         self.copying.set()
+        self.dropped: list[str] = []
+        """Keys of tensors that were kept and are of no use any more."""
         self.messages: list[stage_pb.ExecuteResponse] = []
 
     def sink(self, slot: int = 1, credit: int = 0) -> SlotSink:
@@ -35,17 +38,23 @@ class Box:
         return SlotSink(
             submit,
             self.outbox,
-            self.keep,
-            lambda _, media: media,
+            self,
             on_end=lambda: self.ended.append(slot),
             on_error=self.errors.put_nowait,
         )
 
-    def keep(self, request_id: str, array: Any) -> tensor_pb.TensorValue:
+    # What a Keeper does, in the hands of a test.
+    def tensor(self, request_id: str, array: Any) -> tensor_pb.TensorValue:
         self.copying.wait(5)
         if array.size > 1 << 20:
             raise MeshError(Reason.OVERLOADED, "no room")
         return tensor_pb.TensorValue(ref=tensor_pb.TensorRef(key=str(array.size)))
+
+    def media(self, request_id: str, media: frame_pb.MediaOutput) -> frame_pb.MediaOutput:
+        return media
+
+    def drop(self, events: Iterable[stage_pb.TaskEvent]) -> None:
+        self.dropped += [event.tensor.value.ref.key for event in events if event.HasField("tensor")]
 
     async def drain(self) -> list[tuple[int, object]]:
         """What came out now, in order: (slot, token ids) for columns, (slot, event name) for events."""
@@ -196,6 +205,27 @@ async def test_tensor_that_cannot_be_kept_is_an_error_of_its_task(box: Box) -> N
     assert error.reason == Reason.OVERLOADED
     sink.failed(error)
     assert await box.drain() == [(1, "failed")]
+
+
+@pytest.mark.parametrize("end", ["aborted", "failed", "closed"])
+async def test_tensors_that_nobody_was_told_of_are_dropped(box: Box, end: str) -> None:
+    sink = box.sink(credit=1)
+    sink.tensor("told", np.zeros(1, dtype=np.uint8))
+    sink.tensor("held", np.zeros(2, dtype=np.uint8))
+    box.copying.clear()
+    sink.tensor("copied", np.zeros(1 << 20, dtype=np.uint8))
+    if end == "failed":
+        sink.failed(MeshError(Reason.STAGE_FAILED, "it broke"))
+    elif end == "aborted":
+        sink.aborted()
+    else:
+        box.outbox.close()
+        sink.closed()
+    assert box.dropped == ["2"]
+    box.copying.set()
+    async with asyncio.timeout(5):
+        while box.dropped != ["2", str(1 << 20)]:  # noqa: ASYNC110  a thread is to finish, and a callback to run
+            await asyncio.sleep(0.002)
 
 
 async def test_timings_are_filled_in_at_the_end(box: Box) -> None:
