@@ -91,9 +91,10 @@ class Cluster:
 
     def generate(self, prompt: str = "hello", **fields: Any) -> Call:
         """Start a request."""
-        timeout = fields.pop("timeout", WAIT_S)
+        timeout, token = fields.pop("timeout", WAIT_S), fields.pop("token", "")
+        metadata = (("authorization", f"Bearer {token}"),) if token else None
         request = inference_pb.GenerateRequest(prompt=prompt_pb.Prompt(text=prompt), **fields)
-        return Call(self.stub.Generate(request, timeout=timeout))
+        return Call(self.stub.Generate(request, timeout=timeout, metadata=metadata))
 
     @property
     def inflight(self) -> int:

@@ -322,6 +322,25 @@ async def test_admission_refuses_at_once_beyond_what_may_run_and_wait(tmp_path: 
         await mesh.quiet()
 
 
+async def test_admission_bounds_the_requests_of_one_token(tmp_path: Path) -> None:
+    async with cluster(tmp_path, [WRITER], limits={"max_per_client": 1}) as mesh:
+        writer = await mesh.add("writer")
+        first = mesh.generate("first", token="of-ann")
+        task = await writer.next_task()
+        error = await mesh.generate("again", token="of-ann").error()
+        assert error.reason is Reason.OVERLOADED and error.retry_delay_s == 1.0
+        others = [mesh.generate("other", token="of-bob"), mesh.generate("nobody's"), mesh.generate("nobody's")]
+        for _ in others:
+            (await writer.next_task()).finish()
+        task.finish()
+        for call in [first, *others]:
+            await call.rest()
+        await mesh.quiet()
+        second = mesh.generate("after it", token="of-ann")
+        (await writer.next_task()).finish()
+        await second.rest()
+
+
 async def test_load_is_spread_over_the_replicas(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER]) as mesh:
         replicas = [await mesh.add("writer", replica_id) for replica_id in range(3)]

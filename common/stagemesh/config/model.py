@@ -90,7 +90,9 @@ class Limits(_Frozen):
     max_inflight: Annotated[int, Field(ge=1)] = 1024
     """Requests that run at once."""
     max_waiting: Annotated[int, Field(ge=0)] = 1024
-    """Tasks that wait for a replica at once, per stage."""
+    """Requests that wait for their turn at once, and tasks that wait for a replica, per stage."""
+    max_per_client: Annotated[int, Field(ge=1)] | None = None
+    """Requests of one client, told by its token, that run and wait at once; null: no bound of its own."""
     request_timeout: Annotated[float, Field(gt=0)] | None = 600.0
     """Seconds a request may take when its client set no deadline; null: for ever."""
     tensor_threshold_bytes: Annotated[int, Field(ge=0)] = 64 << 10

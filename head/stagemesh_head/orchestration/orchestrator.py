@@ -22,7 +22,7 @@ from stagemesh_head.orchestration.plan import Planner
 from stagemesh_head.orchestration.recovery import RecoveryLimits
 from stagemesh_head.orchestration.run import ABORT_TIMEOUT_S, RequestRun, Surroundings
 from stagemesh_head.registry.rows import ReplicaKey
-from stagemesh_head.routing.admission import Admission
+from stagemesh_head.routing.admission import Admission, Place
 from stagemesh_head.routing.pools import Pools
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class Orchestrator:
                 name,
                 max_running=planner.pipeline.limits.max_inflight,
                 max_waiting=planner.pipeline.limits.max_waiting,
+                max_per_client=planner.pipeline.limits.max_per_client,
             )
             for name, planner in self._planners.items()
         }
@@ -60,7 +61,7 @@ class Orchestrator:
         self.on_ended: Callable[[RequestRun], None] | None = None
         """Called with every request that was admitted and whose stream has its end."""
         self._runs: dict[str, RequestRun] = {}
-        self._unadmitted: dict[str, object] = {}
+        self._places: dict[str, Place] = {}
         self._progress_timeout_s = progress_timeout_s
         self._watch: asyncio.Task[None] | None = None
         self._refuses: MeshError | None = None
@@ -93,11 +94,13 @@ class Orchestrator:
         time_left_s: float | None = None,
         traceparent: str = "",
         is_interactive: bool = False,
+        client: str = "",
     ) -> RequestRun:
         """Check a request and start it. The caller empties its stream, and calls `close` in any case.
 
         Args:
             time_left_s: of the client's call; without one the pipeline's request timeout holds.
+            client: whose bound it counts against; empty: nobody's.
 
         Raises:
             MeshError: it is not valid, its id is running, or the mesh is at its limit; nothing was submitted.
@@ -116,22 +119,14 @@ class Orchestrator:
         left = planner.pipeline.limits.request_timeout if time_left_s is None else time_left_s
         deadline = None if left is None else monotonic() + left
         run = RequestRun(plan, self._around, deadline=deadline, ended=self._ended)
-        admission = self.admissions[planner.pipeline.name]
-
-        def admitted() -> None:
-            self._unadmitted.pop(plan.request_id, None)
-            run.start()
-
         try:
-            has_place = admission.enter(admitted)
+            place = self.admissions[planner.pipeline.name].enter(run.start, client)
         except MeshError:
             run.discard()
             raise
-        self._runs[plan.request_id] = run
-        if has_place:
+        self._runs[plan.request_id], self._places[plan.request_id] = run, place
+        if place.has_turn:
             run.start()
-        else:
-            self._unadmitted[plan.request_id] = admitted
         return run
 
     def append(
@@ -155,14 +150,8 @@ class Orchestrator:
         if self.on_ended is not None:
             self.on_ended(run)
         log_end(run)
-        name = run.plan.request_id
-        del self._runs[name]
-        admission = self.admissions[run.plan.pipeline.name]
-        waited = self._unadmitted.pop(name, None)
-        if waited is None:
-            admission.leave()
-        else:
-            admission.give_up(waited)  # type: ignore[arg-type]
+        del self._runs[run.plan.request_id]
+        self._places.pop(run.plan.request_id).leave()
         if not self._runs:
             for waiter in self._idle_waiters:
                 if not waiter.done():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from hashlib import blake2b
 from typing import Any
 
 import grpc
@@ -37,7 +38,9 @@ class InferenceServicer(inference_rpc.InferenceServiceServicer):
     async def Generate(self, request: inference_pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Stream a request's outputs. Leaving the call, in whatever way, stops the request."""
         try:
-            run = self._orchestrator.open(request, time_left_s=time_left(context), traceparent=traceparent(context))
+            run = self._orchestrator.open(
+                request, time_left_s=time_left(context), traceparent=traceparent(context), client=client_of(context)
+            )
         except MeshError as error:
             await error.abort(context)
         try:
@@ -80,7 +83,11 @@ class InferenceServicer(inference_rpc.InferenceServiceServicer):
         if first.HasField("params"):
             raise invalid("params", "", "the first message has its parameters in `open.sampling`")
         return self._orchestrator.open(
-            first.open, time_left_s=time_left(context), traceparent=traceparent(context), is_interactive=True
+            first.open,
+            time_left_s=time_left(context),
+            traceparent=traceparent(context),
+            is_interactive=True,
+            client=client_of(context),
         )
 
     async def _append_all(
@@ -146,5 +153,15 @@ def time_left(context: Context) -> float | None:
 
 def traceparent(context: Context) -> str:
     """W3C trace context of the call; empty when there is none."""
+    return _metadata(context, "traceparent")
+
+
+def client_of(context: Context) -> str:
+    """Whom the call is from, by the token it presents, which itself is not kept; empty without one."""
+    token = _metadata(context, "authorization")
+    return blake2b(token.encode(), digest_size=8).hexdigest() if token else ""
+
+
+def _metadata(context: Context, name: str) -> str:
     metadata: Any = context.invocation_metadata() or ()
-    return next((str(value) for key, value in metadata if key == "traceparent"), "")
+    return next((str(value) for key, value in metadata if key == name), "")

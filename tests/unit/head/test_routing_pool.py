@@ -183,28 +183,41 @@ def test_counters_are_exact_and_never_negative(steps: list[tuple[str, int]]) -> 
 
 def test_admission_bounds_what_runs_and_what_waits() -> None:
     admission, admitted = Admission("p", max_running=1, max_waiting=1), []
-    assert admission.enter(lambda: admitted.append("a"))
-    assert not admission.enter(lambda: admitted.append("b"))
+    first, second = admission.enter(lambda: admitted.append("a")), admission.enter(lambda: admitted.append("b"))
+    assert (first.has_turn, second.has_turn) == (True, False)
     with pytest.raises(MeshError) as caught:
         admission.enter(lambda: admitted.append("c"))
     assert caught.value.reason is Reason.OVERLOADED
     assert caught.value.retry_delay_s
-    admission.leave()
-    assert admitted == ["b"]
+    first.leave()
+    assert admitted == ["b"] and second.has_turn
     assert (admission.running, admission.waiting, admission.refused) == (1, 0, 1)
-    admission.leave()
+    second.leave()
     assert admission.running == 0
 
 
 def test_admission_gives_the_place_of_one_who_gave_up_to_the_next() -> None:
     admission, admitted = Admission("p", max_running=1, max_waiting=2), []
-    admission.enter(lambda: None)
-
-    def second() -> None:
-        admitted.append("b")
-
-    admission.enter(second)
+    first = admission.enter(lambda: None)
+    second = admission.enter(lambda: admitted.append("b"))
     admission.enter(lambda: admitted.append("c"))
-    admission.give_up(second)
-    admission.leave()
+    second.leave()
+    first.leave()
     assert admitted == ["c"]
+
+
+def test_admission_bounds_each_client_by_itself_and_nobody_who_cannot_be_told_from_others() -> None:
+    admission = Admission("p", max_running=2, max_waiting=9, max_per_client=2)
+    running, waiting = admission.enter(lambda: None, "ann"), admission.enter(lambda: None, "bob")
+    queued = admission.enter(lambda: None, "ann")
+    assert not queued.has_turn
+    with pytest.raises(MeshError, match="2 requests of this client run or wait") as caught:
+        admission.enter(lambda: None, "ann")
+    assert caught.value.reason is Reason.OVERLOADED and caught.value.retry_delay_s
+    for _ in range(5):
+        admission.enter(lambda: None)
+    queued.leave()
+    admission.enter(lambda: None, "ann").leave()
+    running.leave()
+    waiting.leave()
+    assert admission.refused == 1
