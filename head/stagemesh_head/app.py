@@ -281,10 +281,12 @@ def run(main: Coroutine[Any, Any, None]) -> None:
         import uvloop
 
         uvloop.install()
+    code = 1
     try:
         asyncio.run(main)
+        code = 0
     finally:
         # grpc.aio may keep the interpreter from ending (grpc/grpc#40989).
-        watchdog = threading.Timer(EXIT_WITHIN_S, os._exit, (0,))
+        watchdog = threading.Timer(EXIT_WITHIN_S, os._exit, (code,))
         watchdog.daemon = True
         watchdog.start()

@@ -24,6 +24,7 @@ from __future__ import annotations
 import grpc
 
 from stagemesh.rpc.errors import MeshError, Reason
+from stagemesh.rpc.errors import invalid as rpc_invalid
 
 
 class StageMeshError(MeshError):
@@ -172,6 +173,5 @@ _CAUSES = {
 
 def invalid(field: str, value: object, problem: str) -> InvalidRequest:
     """An `InvalidRequest` found before anything was sent."""
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return InvalidRequest(_R.INVALID_REQUEST, f"{field}: {shown}: {problem}", field=field, value=shown)
+    error = rpc_invalid(field, value, problem)
+    return InvalidRequest(error.reason, error.message, field=field, value=error.metadata["value"])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 
+from stagemesh.rpc.backoff import Backoff
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.rpc.options import open_channel
 from stagemesh.v1 import stage_pb2 as stage_pb
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 5.0
 """Longest time from dialling to the replica's LinkReady."""
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
+BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 
 
 class Link:
@@ -100,7 +100,7 @@ class Link:
 
     # -- the stream ---------------------------------------------------------
     async def _run(self) -> None:
-        backoff = FIRST_BACKOFF_S
+        backoff = Backoff(BACKOFF_S, MAX_BACKOFF_S)
         channel = open_channel(self.endpoint, own_connection=True)
         try:
             while True:
@@ -110,8 +110,9 @@ class Link:
                 if error.reason is Reason.STALE_INCARNATION:
                     log.info("link %s: another process answers at %s", self.key, self.endpoint)
                     return
-                backoff = FIRST_BACKOFF_S if self.session > session else min(backoff * 2, MAX_BACKOFF_S)
-                await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+                if self.session > session:
+                    backoff.reset()
+                await asyncio.sleep(backoff.next_s())
         finally:
             await channel.close()
 

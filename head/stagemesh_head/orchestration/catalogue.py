@@ -8,9 +8,9 @@ from typing import Any
 from google.protobuf import json_format
 
 from stagemesh.config import Pipeline, Stage
-from stagemesh.rpc.errors import MeshError, Reason, invalid
 from stagemesh.v1 import pipeline_pb2 as pipeline_pb
 from stagemesh.wire import MODALITIES
+from stagemesh_head.registry.words import pipeline_named
 from stagemesh_head.routing.pools import Pools
 
 _EDGES = {"whole": pipeline_pb.EDGE_MODE_WHOLE, "stream": pipeline_pb.EDGE_MODE_STREAM}
@@ -52,16 +52,7 @@ class Catalogue:
         return [pool.missing().message for pool in pools if not pool.ready]
 
     def _find(self, name: str) -> Pipeline:
-        if not name:
-            if len(self._pipelines) == 1:
-                return next(iter(self._pipelines.values()))
-            raise invalid("name", name, f"this head serves several: name one of {', '.join(self._pipelines)}")
-        if name not in self._pipelines:
-            served = ", ".join(self._pipelines)
-            raise MeshError(
-                Reason.UNKNOWN_PIPELINE, f"name: {name!r}: not served here; pipelines are {served}", pipeline=name
-            )
-        return self._pipelines[name]
+        return self._pipelines[pipeline_named(name, self._pipelines, "name")]
 
     def _stage(self, pipeline: Pipeline, stage: Stage) -> pipeline_pb.StageInfo:
         kind = stage.final_output_type or "text"

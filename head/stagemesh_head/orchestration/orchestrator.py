@@ -22,6 +22,7 @@ from stagemesh_head.orchestration.plan import Planner
 from stagemesh_head.orchestration.recovery import RecoveryLimits
 from stagemesh_head.orchestration.run import ABORT_TIMEOUT_S, RequestRun, Surroundings
 from stagemesh_head.registry.rows import ReplicaKey
+from stagemesh_head.registry.words import pipeline_named
 from stagemesh_head.routing.admission import Admission, Place
 from stagemesh_head.routing.pools import Pools
 
@@ -159,17 +160,7 @@ class Orchestrator:
             self._idle_waiters.clear()
 
     def _planner(self, name: str) -> Planner:
-        if not name and len(self._planners) == 1:
-            return next(iter(self._planners.values()))
-        planner = self._planners.get(name)
-        if planner is not None:
-            return planner
-        served = ", ".join(self._planners) or "none"
-        if not name:
-            raise invalid("pipeline", name, f"this head serves several: name one of {served}")
-        raise MeshError(
-            Reason.UNKNOWN_PIPELINE, f"pipeline: {name!r}: not served here; pipelines are {served}", pipeline=name
-        )
+        return self._planners[pipeline_named(name, self._planners)]
 
     # -- aborts -----------------------------------------------------------------
     async def abort(self, request_ids: Sequence[str], timeout_s: float | None) -> list[inference_pb.AbortResult]:

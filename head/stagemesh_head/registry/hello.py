@@ -12,7 +12,7 @@ from stagemesh.v1 import device_pb2 as device_pb
 from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh_head.registry.devices import may_share
 from stagemesh_head.registry.state import Node, StageEntry, StageKey
-from stagemesh_head.registry.words import hint
+from stagemesh_head.registry.words import hint, pipeline_named
 
 MAX_DEVICES, MAX_LABELS, MAX_RUNNING, MAX_TEXT = 1_024, 64, 4_096, 256
 _VERSION = re.compile(r"(\d+)\.(\d+)(\.|$)")
@@ -45,13 +45,8 @@ def willing_stages(hello: registry_pb.Hello, stages: Mapping[StageKey, StageEntr
         MeshError: UNKNOWN_PIPELINE, UNKNOWN_STAGE, or NODE_REFUSED when a name fits several pipelines.
     """
     pipelines = list(dict.fromkeys(key.pipeline for key in stages))
-    if hello.pipeline and hello.pipeline not in pipelines:
-        raise MeshError(
-            Reason.UNKNOWN_PIPELINE,
-            f"this head serves no pipeline {hello.pipeline!r}; it serves {', '.join(pipelines)}"
-            f"{hint(hello.pipeline, pipelines)}",
-            pipeline=hello.pipeline,
-        )
+    if hello.pipeline:
+        pipeline_named(hello.pipeline, pipelines, "hello.pipeline")
     offered = [key for key in stages if hello.pipeline in ("", key.pipeline)]
     if not hello.stages:
         return frozenset(offered)

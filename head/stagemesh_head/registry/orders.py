@@ -8,7 +8,7 @@ from stagemesh_head.registry.book import Book
 from stagemesh_head.registry.effects import Happened, Send
 from stagemesh_head.registry.rows import ReplicaKey, ReplicaState
 from stagemesh_head.registry.state import Replica, StageEntry, StageKey, stage_of
-from stagemesh_head.registry.words import hint
+from stagemesh_head.registry.words import hint, pipeline_named
 
 MAX_REPLICAS = 10_000
 MAX_GRACE_S = 86_400.0
@@ -101,18 +101,7 @@ def pipeline_of(book: Book, pipeline: str) -> str:
     Raises:
         MeshError: UNKNOWN_PIPELINE, INVALID_REQUEST.
     """
-    names = list(dict.fromkeys(key.pipeline for key in book.state.stages))
-    if not pipeline and len(names) == 1:
-        return names[0]
-    if not pipeline:
-        raise invalid("pipeline", "", f"this head serves several, name one of {', '.join(names)}")
-    if pipeline not in names:
-        raise MeshError(
-            Reason.UNKNOWN_PIPELINE,
-            f"this head serves no pipeline {pipeline!r}; it serves {', '.join(names)}{hint(pipeline, names)}",
-            pipeline=pipeline,
-        )
-    return pipeline
+    return pipeline_named(pipeline, dict.fromkeys(key.pipeline for key in book.state.stages))
 
 
 def _send_away(book: Book, replica: Replica, grace_s: float, reason: str, now: float) -> None:

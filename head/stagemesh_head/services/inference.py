@@ -21,6 +21,8 @@ from stagemesh_head.services.paging import page_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+FIRST_MESSAGE_S = 10.0
+"""For a client that opens an interactive call to say what it wants."""
 DEADLINE_MARGIN_S, DEADLINE_MARGIN_SHARE = 0.05, 0.1
 """The head's own deadline comes this long before the call's, so that its answer still reaches the client."""
 
@@ -77,7 +79,11 @@ class InferenceServicer(inference_rpc.InferenceServiceServicer):
     async def _open_interactive(
         self, messages: AsyncIterator[inference_pb.GenerateInteractiveRequest], context: Context
     ) -> RequestRun:
-        first = await anext(aiter(messages), None)
+        try:
+            async with asyncio.timeout(FIRST_MESSAGE_S):
+                first = await anext(aiter(messages), None)
+        except TimeoutError:
+            raise invalid("input", "", f"no first message within {FIRST_MESSAGE_S:g} s") from None
         if first is None or first.WhichOneof("input") != "open":
             raise invalid("input", "", "the first message must have `open`")
         if first.HasField("params"):
