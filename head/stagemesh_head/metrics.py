@@ -179,6 +179,10 @@ class _Rooms:
         running = GaugeMetricFamily("stagemesh_replica_running_tasks", "Tasks in a replica's engine.", labels=names)
         queued = GaugeMetricFamily("stagemesh_replica_waiting_tasks", "Tasks waiting in a replica.", labels=names)
         memory = GaugeMetricFamily("stagemesh_replica_memory_bytes", "Resident memory of a replica.", labels=names)
+        prompts = CounterMetricFamily(
+            "stagemesh_replica_prompt_tokens", "Prompt tokens, by where their KV blocks came from.",
+            labels=[*names, "source"],
+        )  # fmt: skip
         states: Tally[str] = Tally()
         now = self._registry.clock()
         for node in list(self._registry.machine.state.nodes.values()):
@@ -195,6 +199,8 @@ class _Rooms:
             running.add_metric(who, load.running)
             queued.add_metric(who, load.waiting)
             memory.add_metric(who, load.memory_bytes)
+            for source in ("computed", "cached", "received"):
+                prompts.add_metric([*who, source], getattr(load, f"prompt_tokens_{source}"))
         for (pipeline, stage, state), count in by_state.items():
             replicas.add_metric([pipeline, stage, state], count)
-        return nodes, ages, replicas, running, queued, memory
+        return nodes, ages, replicas, running, queued, memory, prompts

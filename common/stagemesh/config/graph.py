@@ -8,6 +8,12 @@ from typing import Any
 from stagemesh.config.errors import ConfigError, suggest
 from stagemesh.config.model import Pipeline, Stage
 
+_ALIKE: dict[str, Any] = {
+    "model": "", "input_adapter": None, "adapter_args": {}, "tensor_parallel_size": 1, "dtype": None,
+    "kv_cache_dtype": None,
+}  # fmt: skip
+"""What both halves of a prefill/decode pair must have in common, with the defaults of those in `engine_args`."""
+
 
 def check_graph(pipeline: Pipeline) -> None:
     """Raises ConfigError for the first thing that is wrong."""
@@ -110,6 +116,13 @@ def _check_hand_over(prefill: Stage, decode: Stage) -> None:
         problem, hint = "the decode stage reads the prefill stage only", f"want inputs: [{prefill.name}]"
         raise ConfigError(problem, path=f"{at}.inputs", value=list(decode.inputs), hint=hint)
     for stage, right in ((prefill, "kv_producer"), (decode, "kv_consumer")):
+        if stage.edge == "stream":
+            path = f"stages[{stage.stage_id}].edge"
+            raise ConfigError("both halves of the pair need the whole prompt", path=path, value="stream")
+        connector = _transfer(stage).get("kv_connector")
+        if connector not in (None, stage.connector or connector):
+            path = f"stages[{stage.stage_id}].engine_args.kv_transfer_config.kv_connector"
+            raise ConfigError(f"want {stage.connector}, as `connector` says", path=path, value=connector)
         role = _transfer(stage).get("kv_role")
         if role not in (None, right, "kv_both"):
             path = f"stages[{stage.stage_id}].engine_args.kv_transfer_config.kv_role"
@@ -121,7 +134,7 @@ def _check_hand_over(prefill: Stage, decode: Stage) -> None:
     if connectors[0] is None:
         hint = "such as connector: NixlConnector, on both"
         raise ConfigError("a prefill/decode pair needs a connector", path=f"{at}.connector", hint=hint)
-    for name, default in (("model", ""), ("tensor_parallel_size", 1)):
+    for name, default in _ALIKE.items():
         mine, other = (
             getattr(stage, name) if name in Stage.model_fields else stage.engine_args.get(name, default)
             for stage in (decode, prefill)

@@ -60,7 +60,10 @@ there, such as `org/model`, stays as it is. `input_adapter` is `prompt`, `text`,
 checked. The stages must form a graph without cycles.
 
 A prefill/decode pair is two `llm` stages of one model, `is_prefill_only` and `is_decode_only`, with the same
-`connector` and the same `tensor_parallel_size`; the decode stage reads the prefill stage and nothing else does.
+`connector`, `tensor_parallel_size`, `dtype` and `kv_cache_dtype`; the decode stage reads the prefill stage and nothing
+else does. It takes over the prefill stage's `input_adapter` and `adapter_args`, for both read the same prompt, and
+requests give their sampling parameters to the decode stage alone. `kv_transfer_config` needs to say only what differs
+from the mesh's own choice.
 
 `engine_args` go to the engine. The worker checks them against the engine that it has, and the head tells what is
 wrong.

@@ -11,6 +11,7 @@ from stagemesh.config.errors import ConfigError
 from stagemesh.config.origins import DEFAULT, Path, Tree
 
 _SURELY_A_PATH = ("./", "../", "~/")
+_HALVES = ("is_prefill_only", "is_decode_only")
 
 
 def resolve(tree: Tree, file: FilePath) -> Tree:
@@ -47,9 +48,15 @@ def resolve(tree: Tree, file: FilePath) -> Tree:
             inputs = [inputs]
         if isinstance(inputs, list):
             stage["inputs"] = [_input_name(one, names) for one in inputs]
-        if streams is not None and stage["inputs"] and stage.get("stage_type", "llm") != "diffusion":
+        needs_whole = stage.get("stage_type", "llm") == "diffusion" or any(stage.get(half) for half in _HALVES)
+        if streams is not None and stage["inputs"] and not needs_whole:
             fill(index, "edge", "stream" if streams else "whole")
         _make_paths_absolute(stage, ("stages", index), Tree(data, origins), file)
+    prefill, decode = (next((i for i, stage in enumerate(stages) if stage.get(half)), None) for half in _HALVES)
+    if prefill is not None and decode is not None:
+        for key in ("input_adapter", "adapter_args"):  # both read the same prompt
+            if key in stages[prefill]:
+                fill(decode, key, stages[prefill][key])
     read = [name for stage in stages if isinstance(stage["inputs"], list) for name in stage["inputs"]]
     for index, stage in enumerate(stages):
         fill(index, "final_output", stage["name"] not in read)

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1astagemesh/v1/replica.proto\x12\x0cstagemesh.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\"V\n\nReplicaRef\x12\x10\n\x08pipeline\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x12\n\nreplica_id\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\"\xa6\x01\n\x0bReplicaLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x03 \x01(\x02\x12\x14\n\x0c\x65ngine_steps\x18\x04 \x01(\x04\x12\x31\n\x0esince_progress\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cmemory_bytes\x18\x06 \x01(\x04\"\xa0\x02\n\rReplicaReport\x12)\n\x07replica\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.ReplicaRef\x12\x19\n\x11pipeline_revision\x18\x02 \x01(\t\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.stagemesh.v1.ReplicaState\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12\x12\n\ndevice_ids\x18\x05 \x03(\t\x12\'\n\x04load\x18\x06 \x01(\x0b\x32\x19.stagemesh.v1.ReplicaLoad\x12\r\n\x05phase\x18\x07 \x01(\t\x12!\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x12.google.rpc.Status\x12\x0b\n\x03pid\x18\t \x01(\r\x12\x10\n\x08restarts\x18\n \x01(\r*\xe7\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16REPLICA_STATE_ASSIGNED\x10\x01\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x02\x12\x17\n\x13REPLICA_STATE_READY\x10\x03\x12\x19\n\x15REPLICA_STATE_SUSPECT\x10\x04\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x05\x12\x16\n\x12REPLICA_STATE_GONE\x10\x06\x12\x18\n\x14REPLICA_STATE_FAILED\x10\x07\x42<\n\x10\x64\x65v.stagemesh.v1P\x01Z&stagemesh.dev/stagemesh/v1;stagemeshv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1astagemesh/v1/replica.proto\x12\x0cstagemesh.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\"V\n\nReplicaRef\x12\x10\n\x08pipeline\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x12\n\nreplica_id\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\"\x84\x02\n\x0bReplicaLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x03 \x01(\x02\x12\x14\n\x0c\x65ngine_steps\x18\x04 \x01(\x04\x12\x31\n\x0esince_progress\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cmemory_bytes\x18\x06 \x01(\x04\x12\x1e\n\x16prompt_tokens_computed\x18\x07 \x01(\x04\x12\x1c\n\x14prompt_tokens_cached\x18\x08 \x01(\x04\x12\x1e\n\x16prompt_tokens_received\x18\t \x01(\x04\"\xa0\x02\n\rReplicaReport\x12)\n\x07replica\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.ReplicaRef\x12\x19\n\x11pipeline_revision\x18\x02 \x01(\t\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.stagemesh.v1.ReplicaState\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12\x12\n\ndevice_ids\x18\x05 \x03(\t\x12\'\n\x04load\x18\x06 \x01(\x0b\x32\x19.stagemesh.v1.ReplicaLoad\x12\r\n\x05phase\x18\x07 \x01(\t\x12!\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x12.google.rpc.Status\x12\x0b\n\x03pid\x18\t \x01(\r\x12\x10\n\x08restarts\x18\n \x01(\r*\xe7\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16REPLICA_STATE_ASSIGNED\x10\x01\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x02\x12\x17\n\x13REPLICA_STATE_READY\x10\x03\x12\x19\n\x15REPLICA_STATE_SUSPECT\x10\x04\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x05\x12\x16\n\x12REPLICA_STATE_GONE\x10\x06\x12\x18\n\x14REPLICA_STATE_FAILED\x10\x07\x42<\n\x10\x64\x65v.stagemesh.v1P\x01Z&stagemesh.dev/stagemesh/v1;stagemeshv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,12 +34,12 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.v1.replica_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\020dev.stagemesh.v1P\001Z&stagemesh.dev/stagemesh/v1;stagemeshv1'
-  _globals['_REPLICASTATE']._serialized_start=650
-  _globals['_REPLICASTATE']._serialized_end=881
+  _globals['_REPLICASTATE']._serialized_start=744
+  _globals['_REPLICASTATE']._serialized_end=975
   _globals['_REPLICAREF']._serialized_start=101
   _globals['_REPLICAREF']._serialized_end=187
   _globals['_REPLICALOAD']._serialized_start=190
-  _globals['_REPLICALOAD']._serialized_end=356
-  _globals['_REPLICAREPORT']._serialized_start=359
-  _globals['_REPLICAREPORT']._serialized_end=647
+  _globals['_REPLICALOAD']._serialized_end=450
+  _globals['_REPLICAREPORT']._serialized_start=453
+  _globals['_REPLICAREPORT']._serialized_end=741
 # @@protoc_insertion_point(module_scope)

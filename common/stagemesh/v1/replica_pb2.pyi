@@ -107,6 +107,9 @@ class ReplicaLoad(google.protobuf.message.Message):
     ENGINE_STEPS_FIELD_NUMBER: builtins.int
     SINCE_PROGRESS_FIELD_NUMBER: builtins.int
     MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_COMPUTED_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_CACHED_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_RECEIVED_FIELD_NUMBER: builtins.int
     running: builtins.int
     """Tasks inside the engine now."""
     waiting: builtins.int
@@ -117,6 +120,12 @@ class ReplicaLoad(google.protobuf.message.Message):
     """Engine steps since start. It must grow while there is work."""
     memory_bytes: builtins.int
     """Resident memory of the replica and its children in bytes."""
+    prompt_tokens_computed: builtins.int
+    """Prompt tokens since start that the engine computed itself."""
+    prompt_tokens_cached: builtins.int
+    """Prompt tokens since start that it found in its own prefix cache."""
+    prompt_tokens_received: builtins.int
+    """Prompt tokens since start whose KV blocks it took over from a prefill engine."""
     @property
     def since_progress(self) -> google.protobuf.duration_pb2.Duration:
         """Time since the last engine step or output."""
@@ -130,9 +139,12 @@ class ReplicaLoad(google.protobuf.message.Message):
         engine_steps: builtins.int = ...,
         since_progress: google.protobuf.duration_pb2.Duration | None = ...,
         memory_bytes: builtins.int = ...,
+        prompt_tokens_computed: builtins.int = ...,
+        prompt_tokens_cached: builtins.int = ...,
+        prompt_tokens_received: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["since_progress", b"since_progress"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["engine_steps", b"engine_steps", "kv_cache_usage", b"kv_cache_usage", "memory_bytes", b"memory_bytes", "running", b"running", "since_progress", b"since_progress", "waiting", b"waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_steps", b"engine_steps", "kv_cache_usage", b"kv_cache_usage", "memory_bytes", b"memory_bytes", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "prompt_tokens_received", b"prompt_tokens_received", "running", b"running", "since_progress", b"since_progress", "waiting", b"waiting"]) -> None: ...
 
 Global___ReplicaLoad: typing_extensions.TypeAlias = ReplicaLoad
 

@@ -17,6 +17,7 @@ from stagemesh_head.orchestration import events as ev
 from stagemesh_head.orchestration.dispatch import submission
 from stagemesh_head.orchestration.edges import StreamEdges, whole_output
 from stagemesh_head.orchestration.losses import Fails, Losses
+from stagemesh_head.orchestration.pair import read_by
 from stagemesh_head.orchestration.plan import Plan
 from stagemesh_head.orchestration.recovery import RETRY_ELSEWHERE, RecoveryLimits, ResumeMode
 from stagemesh_head.orchestration.summary import complete, cut_short, end_of
@@ -120,19 +121,17 @@ class RequestMachine:
         """Submit a bound task: at once, or on a stream edge when the first chunk is there."""
         if task.state is not TaskState.WAITING or not task.is_bound or self._is_stopping:
             return
-        producers = [self.tasks[name] for name in task.planned.inputs]
         if task.planned.reads_stream:
             inputs = self._edges.first_chunks(task)
             if not inputs:
                 return
             more = not self._edges.is_closed(task)
         else:
-            inputs, more = [whole_output(producer) for producer in producers], self._is_fed_by_client(task)
-        self._submit(task, inputs, producers, more)
+            inputs = [whole_output(producer) for producer in read_by(task, self.tasks)]
+            more = self._is_fed_by_client(task)
+        self._submit(task, inputs, more)
 
-    def _submit(
-        self, task: Task, inputs: list[stage_pb.UpstreamOutput], producers: list[Task], more_input: bool
-    ) -> None:
+    def _submit(self, task: Task, inputs: list[stage_pb.UpstreamOutput], more_input: bool) -> None:
         if task.has_used_budget:
             self._release(task)
             self._done(task, frame_pb.StageFinished(finish_reason=frame_pb.FINISH_REASON_LENGTH))
@@ -141,11 +140,12 @@ class RequestMachine:
             command = submission(
                 self.plan,
                 task,
+                self.tasks,
                 inputs,
-                producers,
                 more_input=more_input,
                 credit=self._edges.window(task),
-                time_left_s=None if self._deadline is None else self._deadline - self._now,
+                now=self._now,
+                deadline=self._deadline,
             )
         except MeshError as error:
             self._release(task)
@@ -226,8 +226,7 @@ class RequestMachine:
             self._done(task, event.finished)
 
     def _done(self, task: Task, finished: frame_pb.StageFinished) -> None:
-        task.state = TaskState.DONE
-        task.times.first_output_at = task.times.first_output_at or self._now
+        task.done(self._now)
         task.finished = complete(task, finished, self._now)
         if self.is_ended:
             return

@@ -82,10 +82,16 @@ def match(
 ) -> dict[str, tuple[str, sampling_pb.SamplingParams]]:
     """Stage name -> (field path, parameters) of what a request gives, by name or by position.
 
+    The two stages of a prefill/decode pair run with one set, the decode stage's: by position the pair may have one set
+    or two, of which the prefill stage's is not used.
+
     Raises:
         MeshError: INVALID_REQUEST, a stage that there is not, one named twice, or a count that does not fit.
     """
     names = [stage.name for stage in pipeline.stages]
+    prefills = [stage.name for stage in pipeline.stages if stage.is_prefill_only]
+    if prefills and len(given) == len(names) - 1 and not any(entry.stage for entry in given):
+        names.remove(prefills[0])
     if given and not any(entry.stage for entry in given) and len(given) != len(names):
         raise invalid(
             "sampling",
@@ -98,6 +104,10 @@ def match(
             name = entry.stage
             if name not in names:
                 raise invalid(f"sampling[{position}].stage", name, f"no such stage; stages are {', '.join(names)}")
+            if name in prefills:
+                decode = pipeline.consumers(pipeline.stage(name))[0].name
+                problem = f"a prefill stage runs with its decode stage's parameters: give them to {decode!r}"
+                raise invalid(f"sampling[{position}].stage", name, problem)
         elif position < len(names):
             name = names[position]
         else:

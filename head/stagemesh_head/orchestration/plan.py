@@ -12,6 +12,7 @@ from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh.wire import MODALITIES
 from stagemesh_head.orchestration import params as stage_params
+from stagemesh_head.orchestration.pair import prefill_params
 from stagemesh_head.orchestration.recovery import ResumeMode, resume_mode
 
 
@@ -83,9 +84,13 @@ class Planner:
                 other.name for other in self._order if other.name in needed and stage.name in other.inputs
             )
             params = merged[stage.name]
+            if stage.is_prefill_only:
+                params = prefill_params(merged[consumers[0]])
             stage_params.fix_seed(params)
-            # Which tokens belong to which chunk of an interactive prompt is known to the engine alone.
-            resume = ResumeMode.RESTARTED if is_interactive else resume_mode(params)
+            # Which tokens belong to which chunk of an interactive prompt is known to the engine alone; and a prefill
+            # stage's token is nothing without the KV blocks.
+            restarts = is_interactive or stage.is_prefill_only
+            resume = ResumeMode.RESTARTED if restarts else resume_mode(params)
             stages.append(
                 PlannedStage(
                     name=stage.name,
@@ -100,6 +105,8 @@ class Planner:
             )
         if is_interactive:
             check_interactive(request, stages[0].name, stages[0].params)
+            if stages[0].stage.is_prefill_only:
+                raise invalid("pipeline", self.pipeline.name, "its prefill/decode pair takes a prompt whole")
         return Plan(
             request_id=request.request_id,
             pipeline=self.pipeline,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.wire import duration
+from stagemesh_head.orchestration.pair import public
 from stagemesh_head.orchestration.task import Task
 
 _COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "diffusion_steps", "images", "audio_seconds")
@@ -49,9 +50,10 @@ def end_of(
     for task in tasks:
         if task.finished is None:
             continue
-        for name in _COUNTS:
+        # A decode stage counts the prompt that its prefill stage has read.
+        for name in _COUNTS if not task.planned.stage.is_prefill_only else ():
             value = getattr(task.finished.usage, name)
             if value:
                 setattr(finished.usage, name, getattr(finished.usage, name) + value)
-        finished.stages.add(stage=task.name, finished=task.finished)
+        finished.stages.add(stage=task.name, finished=public(task))
     return finished

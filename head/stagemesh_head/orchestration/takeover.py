@@ -41,4 +41,8 @@ def take_up(resume: inference_pb.ResumePoint, tasks: Mapping[str, Task], losses:
                 return verdict
             if verdict.restarts:
                 task.output.clear()
+        if task.planned.stage.is_decode_only and task.output.token_ids:
+            # It computes the prompt itself, so that its prefill stage would work in vain.
+            prefill = tasks[task.planned.inputs[0]]
+            prefill.state = prefill.state if prefill.planned.inputs else TaskState.DONE
     return None

@@ -73,6 +73,7 @@ class Times:
     queue_s: float = 0.0
     submitted_at: float = 0.0
     first_output_at: float = 0.0
+    done_at: float = 0.0
     engine_queue_s: float = 0.0
     transfer_s: float = 0.0
 
@@ -132,6 +133,12 @@ class Task:
         """The replica has the task from now on."""
         self.state = TaskState.SUBMITTED
         self.times.submitted_at = self.times.submitted_at or now
+
+    def done(self, now: float) -> None:
+        """It ended well."""
+        self.state = TaskState.DONE
+        self.times.first_output_at = self.times.first_output_at or now
+        self.times.done_at = now
 
     def reset(self) -> None:
         """Back to the beginning, without the replica having done anything wrong: it may be taken again."""

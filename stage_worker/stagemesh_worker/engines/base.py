@@ -113,6 +113,12 @@ class EngineLoad:
     """Engine steps since start; grows while there is work."""
     since_progress_s: float = 0.0
     """Seconds since the last step or output while there is unfinished work; 0 when idle."""
+    prompt_tokens_computed: int = 0
+    """Since start, as the next two: prompt tokens that the engine computed itself."""
+    prompt_tokens_cached: int = 0
+    """Found in its own prefix cache."""
+    prompt_tokens_received: int = 0
+    """Taken over from a prefill engine, as KV blocks."""
 
 
 class EngineConfigError(ValueError):
@@ -130,6 +136,8 @@ class Engine(ABC):
 
     version: str = ""
     """Version of the engine's library; may be set as late as `start`."""
+    host: str = "127.0.0.1"
+    """How other replicas reach this machine; set before `prepare`."""
 
     def __init__(self, stage: Stage, devices: DeviceSet) -> None:
         self.stage = stage

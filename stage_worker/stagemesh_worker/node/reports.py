@@ -36,4 +36,7 @@ def _load(load: control.Load) -> replica_pb.ReplicaLoad:
         engine_steps=load.engine_steps,
         since_progress=duration(load.since_progress_s),
         memory_bytes=load.memory_bytes,
+        prompt_tokens_computed=load.prompt_tokens_computed,
+        prompt_tokens_cached=load.prompt_tokens_cached,
+        prompt_tokens_received=load.prompt_tokens_received,
     )

@@ -73,6 +73,7 @@ def _prepare(assign: Assign, channel: ControlChannel) -> Engine:
     found.check(stage)
     engine = found(stage, devices)
     engine.report_phase = lambda phase: channel.send(Phase(phase))
+    engine.host = assign.advertise_host
     engine.prepare()
     return engine
 

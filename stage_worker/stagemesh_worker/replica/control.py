@@ -90,6 +90,9 @@ class Load:
     since_progress_s: float = 0.0
     memory_bytes: int = 0
     """Resident memory of the replica and its children."""
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    prompt_tokens_received: int = 0
 
 
 @dataclass(frozen=True, slots=True)

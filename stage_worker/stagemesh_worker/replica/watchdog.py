@@ -62,6 +62,9 @@ class Watchdog:
                 load.steps,
                 load.since_progress_s,
                 self._memory_bytes,
+                load.prompt_tokens_computed,
+                load.prompt_tokens_cached,
+                load.prompt_tokens_received,
             )
         )
         wire = replica_pb.ReplicaLoad(
@@ -71,6 +74,9 @@ class Watchdog:
             engine_steps=load.steps,
             since_progress=duration(load.since_progress_s),
             memory_bytes=self._memory_bytes,
+            prompt_tokens_computed=load.prompt_tokens_computed,
+            prompt_tokens_cached=load.prompt_tokens_cached,
+            prompt_tokens_received=load.prompt_tokens_received,
         )
         if wire != self._last_reported:
             self._last_reported = wire

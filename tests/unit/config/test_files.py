@@ -58,6 +58,7 @@ def test_prefill_decode_pair_loads() -> None:
     prefill, decode = load_pipeline(FILES / "prefill_decode.yaml").stages
     assert prefill.is_prefill_only and decode.is_decode_only and decode.inputs == ("prefill",)
     assert decode.final_output and not prefill.final_output
+    assert decode.input_adapter == prefill.input_adapter == "chat"
 
 
 def test_deploy_overlay_lies_over_the_pipeline() -> None:

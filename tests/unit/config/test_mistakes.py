@@ -72,6 +72,39 @@ FILES = {
         "- {name: b, model: m, is_decode_only: true, connector: c}\n",
         "pipeline.yaml:2: stages[0].engine_args.kv_transfer_config.kv_role: 'kv_consumer': want kv_producer",
     ),
+    "halves of a pair with different adapters": (
+        "stages:\n- {name: a, model: m, is_prefill_only: true, connector: c, input_adapter: chat}\n"
+        "- {name: b, model: m, is_decode_only: true, connector: c, input_adapter: text}\n",
+        "pipeline.yaml:3: stages[1].input_adapter: 'text': both halves of the pair need the same input_adapter; "
+        "a has 'chat'",
+    ),
+    "halves of a pair with different models": (
+        "stages:\n- {name: a, model: m, is_prefill_only: true, connector: c}\n"
+        "- {name: b, model: n, is_decode_only: true, connector: c}\n",
+        "pipeline.yaml:3: stages[1].model: 'n': both halves of the pair need the same model; a has 'm'",
+    ),
+    "halves of a pair with different types of cache": (
+        "stages:\n- {name: a, model: m, is_prefill_only: true, connector: c, engine_args: {kv_cache_dtype: fp8}}\n"
+        "- {name: b, model: m, is_decode_only: true, connector: c}\n",
+        "pipeline.yaml:3: stages[1].engine_args.kv_cache_dtype: "
+        "both halves of the pair need the same kv_cache_dtype; a has 'fp8'",
+    ),
+    "a decode stage that reads its prefill stage as a stream": (
+        "stages:\n- {name: a, model: m, is_prefill_only: true, connector: c}\n"
+        "- {name: b, model: m, is_decode_only: true, connector: c, edge: stream}\n",
+        "pipeline.yaml:3: stages[1].edge: 'stream': both halves of the pair need the whole prompt",
+    ),
+    "half a pair with two connectors": (
+        "stages:\n- {name: a, model: m, is_prefill_only: true, connector: c}\n"
+        "- {name: b, model: m, is_decode_only: true, connector: c, "
+        "engine_args: {kv_transfer_config: {kv_connector: d}}}\n",
+        "pipeline.yaml:3: stages[1].engine_args.kv_transfer_config.kv_connector: 'd': want c, as `connector` says",
+    ),
+    "a pair of another type": (
+        "stages:\n- {name: a, model: m, is_prefill_only: true, connector: c}\n"
+        "- {name: b, model: m, is_decode_only: true, connector: c, stage_type: diffusion}\n",
+        "pipeline.yaml:3: stages[1].stage_type: 'diffusion': only llm stages make a prefill/decode pair",
+    ),
     "a decode stage that reads another stage too": (
         "stages:\n- {name: a, model: m, is_prefill_only: true, connector: c}\n- {name: x, model: m, inputs: []}\n"
         "- {name: b, model: m, is_decode_only: true, connector: c, inputs: [a, x]}\n",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from stagemesh.config import Stage, suggest
 from stagemesh_worker.engines.base import DeviceSet, EngineConfigError
+from stagemesh_worker.engines.vllm.hand_off import check_connector, transfer_config
 from stagemesh_worker.engines.vllm.sampling import check_defaults
 
 KV_CACHE_BYTES_ON_CPU = 64 << 20
@@ -35,6 +35,7 @@ def check_arguments(stage: Stage) -> None:
         if name not in known:
             hint = suggest(name, known) or "see `vllm serve --help`"
             raise EngineConfigError(f"engine_args.{name}: unknown; {hint}")
+    check_connector(stage)
     check_defaults(stage)
 
 
@@ -56,9 +57,7 @@ def engine_arguments(stage: Stage, devices: DeviceSet) -> AsyncEngineArgs:
         arguments["max_num_seqs"] = stage.runtime.max_batch_size
     if stage.lora_modules:
         arguments |= {"enable_lora": True, "max_loras": _lora_slots(stage, devices)}
-    if stage.connector:
-        arguments["kv_transfer_config"] = _transfer_config(stage, devices)
-    arguments |= stage.engine_args
+    arguments |= stage.engine_args | transfer_config(stage, devices)
     for name, kind in _CONFIG_CLASSES.items():
         if isinstance(arguments.get(name), Mapping):
             arguments[name] = _made(stage, name, kind, arguments[name])
@@ -78,29 +77,6 @@ def _lora_slots(stage: Stage, devices: DeviceSet) -> int:
             f"more than the {len(stage.lora_modules)} lora_modules"
         )
     return wanted
-
-
-def _transfer_config(stage: Stage, devices: DeviceSet) -> dict[str, Any]:
-    """The KV connector of one half of a prefill/decode pair."""
-    role = "kv_producer" if stage.is_prefill_only else "kv_consumer" if stage.is_decode_only else "kv_both"
-    config: dict[str, Any] = {"kv_connector": stage.connector, "kv_role": role}
-    if devices.kind == "cpu":
-        config["kv_buffer_device"] = "cpu"
-    if not stage.is_prefill_only:
-        # A prefill replica that is lost costs a recomputation, not the request.
-        config["kv_load_failure_policy"] = "recompute"
-    return config
-
-
-def side_channel_environment(stage: Stage, environment: Mapping[str, str]) -> dict[str, str]:
-    """Where NIXL's handshake of this engine listens; vLLM wants the port in advance."""
-    if "Nixl" not in str(stage.connector or stage.engine_args.get("kv_transfer_config", "")):
-        return {}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    wanted = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
-    return {name: value for name, value in wanted.items() if name not in environment}
 
 
 def _made(stage: Stage, name: str, kind: Any, arguments: Mapping[str, Any]) -> Any:

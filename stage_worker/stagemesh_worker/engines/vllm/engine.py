@@ -49,11 +49,12 @@ class VllmEngine(Engine):
 
     def prepare(self) -> None:
         """Start EngineCore and wait until the model is loaded."""
-        from stagemesh_worker.engines.vllm.arguments import engine_arguments, side_channel_environment
+        from stagemesh_worker.engines.vllm.arguments import engine_arguments
+        from stagemesh_worker.engines.vllm.hand_off import side_channel_environment
         from stagemesh_worker.engines.vllm.launch import launch, set_environment
 
         set_environment(self.devices)
-        os.environ.update(side_channel_environment(self.stage, os.environ))
+        os.environ.update(side_channel_environment(self.stage, self.host, os.environ))
         self.version = importlib.metadata.version(_distribution())
         arguments = engine_arguments(self.stage, self.devices)
         self.report_phase(f"loading {self.stage.model}")

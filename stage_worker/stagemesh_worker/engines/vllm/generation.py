@@ -15,6 +15,7 @@ from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh_worker.engines.base import EngineTask, TaskSink
 from stagemesh_worker.engines.vllm.assembly import Piece, TextAssembler
 from stagemesh_worker.engines.vllm.ending import ended_before, finish_reason
+from stagemesh_worker.engines.vllm.hand_off import KV_TRANSFER, check_seal, seal
 from stagemesh_worker.engines.vllm.prompts import BuiltPrompt, PromptBuilder
 from stagemesh_worker.engines.vllm.sampling import sampling_params
 
@@ -57,9 +58,15 @@ class Generation:
         self._finished.usage.prompt_tokens = prompt.length
         if submit.resume_token_ids and self._resume(prompt):
             return
-        stream = llm.generate(
+        await self._take_over(llm, prompt)
+        await self._consume(self._stream(llm, prompt, self._params), prompt)
+        self._end()
+
+    def _stream(self, llm: Any, prompt: BuiltPrompt, params: SamplingParams) -> AsyncIterator[Any]:
+        submit = self._task.submit
+        outputs: AsyncIterator[Any] = llm.generate(
             prompt.value,
-            self._params,
+            params,
             f"{submit.request_id}-{submit.attempt}-{next(_numbers)}",
             lora_request=self._lora,
             priority=submit.priority,
@@ -67,8 +74,20 @@ class Generation:
             trace_headers={"traceparent": submit.traceparent} if submit.traceparent else None,
             reasoning_ended=submit.reasoning_ended if submit.HasField("reasoning_ended") else None,
         )
-        await self._consume(stream)
-        self._end()
+        return outputs
+
+    async def _take_over(self, llm: Any, prompt: BuiltPrompt) -> None:
+        """Check what a prefill engine handed over. It serves one request of the engine, and n > 1 are n requests."""
+        transfer = (self._params.extra_args or {}).get(KV_TRANSFER)
+        if transfer is None:
+            return
+        check_seal(transfer, prompt.token_ids)
+        if self._params.n > 1:
+            # One before them brings the blocks into the prefix cache, where all of them find what is whole.
+            first = SamplingParams(max_tokens=1, detokenize=False, extra_args={KV_TRANSFER: transfer})
+            del self._params.extra_args[KV_TRANSFER]
+            async for _ in self._stream(llm, prompt, first):
+                pass
 
     def _open_assemblers(self, prompt: BuiltPrompt) -> None:
         typed = self._typed
@@ -118,7 +137,7 @@ class Generation:
             self._params.max_tokens = self._typed.max_tokens
         self._params.min_tokens = self._typed.min_tokens
 
-    async def _consume(self, stream: AsyncIterator[Any]) -> None:
+    async def _consume(self, stream: AsyncIterator[Any], prompt: BuiltPrompt) -> None:
         sink, first = self._sink, True
         try:
             async for output in stream:
@@ -128,9 +147,9 @@ class Generation:
                 for completion in output.outputs:
                     self._take(completion)
                 if output.finished:
-                    transfer = getattr(output, "kv_transfer_params", None)
+                    transfer = getattr(output, KV_TRANSFER, None)
                     if transfer:
-                        self._finished.extra.update({"kv_transfer_params": transfer})
+                        self._finished.extra.update({KV_TRANSFER: seal(transfer, prompt.token_ids)})
                 if not output.finished and len(self._reasons) == len(self._assemblers):
                     break  # a stop text, which the engine does not know of
                 if not sink.writable:

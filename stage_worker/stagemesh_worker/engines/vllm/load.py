@@ -16,6 +16,8 @@ class LoadRecord:
     def __init__(self) -> None:
         self._ranks: dict[int, tuple[int, int, float]] = {}
         self.steps = 0
+        self._prompt_tokens = [0, 0, 0]
+        """Computed, cached, received: since start."""
         self.last_step_at = time.monotonic()
         self.busy_since: float | None = None
 
@@ -25,19 +27,23 @@ class LoadRecord:
         self.steps += 1
         self.last_step_at = time.monotonic()
 
+    def read(self, prompt: Any) -> None:
+        """Prompts were read in that step; `prompt` is vLLM's count of their tokens by where they came from."""
+        for index, count in enumerate((prompt.computed, prompt.local_cache_hit, prompt.external_kv_transfer)):
+            self._prompt_tokens[index] += count
+
     def load(self, unfinished: int) -> EngineLoad:
         """The load, given the exact number of requests that are not finished."""
         if not unfinished:
             self.busy_since = None
-            return EngineLoad(steps=self.steps)
+            return EngineLoad(0, 0, 0.0, self.steps, 0.0, *self._prompt_tokens)
         now = time.monotonic()
         if self.busy_since is None:
             self.busy_since = now
         running = min(unfinished, sum(rank[0] for rank in self._ranks.values()))
         usage = max((rank[2] for rank in self._ranks.values()), default=0.0)
-        return EngineLoad(
-            running, unfinished - running, usage, self.steps, now - max(self.last_step_at, self.busy_since)
-        )
+        since = now - max(self.last_step_at, self.busy_since)
+        return EngineLoad(running, unfinished - running, usage, self.steps, since, *self._prompt_tokens)
 
     def logger(self) -> type[StatLoggerBase]:
         """The class that vLLM makes one instance of for each rank."""
@@ -53,6 +59,9 @@ class LoadRecord:
                 self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
             ) -> None:
                 """One step of one rank."""
+                prompt = getattr(iteration_stats, "prompt_token_stats", None)  # younger than vLLM's oldest that serves
+                if prompt is not None:
+                    record.read(prompt)
                 if scheduler_stats is not None:
                     waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
                     usage = scheduler_stats.kv_cache_usage

@@ -13,6 +13,7 @@ from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh.wire import whole_numbers
 from stagemesh_worker.engines.base import EngineConfigError
+from stagemesh_worker.engines.vllm.hand_off import KV_TRANSFER
 from stagemesh_worker.engines.vllm.refusal import refused
 from stagemesh_worker.engines.vllm.structured import structured_outputs
 
@@ -64,7 +65,7 @@ def sampling_params(params: sampling_pb.LlmSamplingParams, task: stage_pb.Submit
         values["min_tokens"] = max(0, values.get("min_tokens", 0) - done)
     if task.HasField("kv_transfer_params"):
         transfer = whole_numbers(json_format.MessageToDict(task.kv_transfer_params))
-        values["extra_args"] = {**(values.get("extra_args") or {}), "kv_transfer_params": transfer}
+        values["extra_args"] = {**(values.get("extra_args") or {}), KV_TRANSFER: transfer}
     try:
         return SamplingParams(**values, detokenize=False, output_kind=RequestOutputKind.DELTA, skip_clone=True)
     except Exception as error:
