@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 from typing import Self
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from stagemesh.cli.saving import save_media
+from stagemesh.cli.saving import SoundSaver, save_media
 from stagemesh.cli.terminal import err, out, seconds
 from stagemesh.client import frames as fr
 
@@ -36,7 +35,7 @@ class TerminalPrinter:
         )
         self._bar_of: dict[str, TaskID] = {}
         self._steps_of: dict[str, int] = {}
-        self._sounds: dict[str, list[fr.AudioChunk]] = {}
+        self._sounds = SoundSaver(directory, request_id)
 
     def __enter__(self) -> Self:
         return self
@@ -91,19 +90,8 @@ class TerminalPrinter:
         self._line(f"{media.stage}: saved {path} ({size}{len(media.data):,} bytes{seed})")
 
     def _sound(self, chunk: fr.AudioChunk) -> None:
-        chunks = self._sounds.setdefault(chunk.stage, [])
-        chunks.append(chunk)
-        if chunk.last:
-            samples = np.concatenate([one.samples for one in self._sounds.pop(chunk.stage)])
-            wave = fr.Audio(
-                request_id=chunk.request_id,
-                sequence=chunk.sequence,
-                stage=chunk.stage,
-                mime_type="audio/wav",
-                data=_wav(samples, chunk.sample_rate_hz),
-                sample_rate_hz=chunk.sample_rate_hz,
-            )
-            self._saved(wave, save_media(wave, self._directory, self._request_id))
+        if (saved := self._sounds.add(chunk)) is not None:
+            self._saved(*saved)
 
     def _stage_finished(self, finished: fr.StageFinished) -> None:
         self._end_line()
@@ -166,19 +154,3 @@ def _work(stage: fr.StageFinished) -> str:
     if usage.audio_seconds:
         words.append(f"{usage.audio_seconds:.1f} s of sound")
     return ", ".join(words)
-
-
-def _wav(samples: np.ndarray, rate: int) -> bytes:
-    """A 16-bit WAV file of float32 samples in [-1, 1] or int16 samples, [samples] or [samples, channels]."""
-    import io
-    import wave
-
-    if samples.dtype != np.int16:
-        samples = (np.clip(samples, -1, 1) * 32767).astype("<i2")
-    buffer = io.BytesIO()
-    with wave.open(buffer, "wb") as file:
-        file.setnchannels(1 if samples.ndim == 1 else samples.shape[1])
-        file.setsampwidth(2)
-        file.setframerate(rate)
-        file.writeframes(samples.tobytes())
-    return buffer.getvalue()

@@ -5,7 +5,7 @@ Every frame says which request, stage and replica it comes from, and where it st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,6 +104,33 @@ class Audio(Media):
     """A sound file."""
 
     sample_rate_hz: int = 0
+
+    @classmethod
+    def from_chunks(cls, chunks: Sequence[AudioChunk]) -> Audio:
+        """All pieces of a sound (at least one), in their order, as a WAV file of 16 bits."""
+        import io
+        import wave
+
+        import numpy as np
+
+        samples, first = np.concatenate([chunk.samples for chunk in chunks]), chunks[0]
+        if samples.dtype != np.int16:
+            samples = (np.clip(samples, -1, 1) * 32767).astype("<i2")
+        buffer = io.BytesIO()
+        with wave.open(buffer, "wb") as file:
+            file.setnchannels(1 if samples.ndim == 1 else samples.shape[1])
+            file.setsampwidth(2)
+            file.setframerate(first.sample_rate_hz)
+            file.writeframes(samples.tobytes())
+        return cls(
+            request_id=first.request_id,
+            sequence=chunks[-1].sequence,
+            stage=first.stage,
+            replica_id=first.replica_id,
+            mime_type="audio/wav",
+            data=buffer.getvalue(),
+            sample_rate_hz=first.sample_rate_hz,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,7 +143,7 @@ def _typed(params: Mapping[str, Any], path: str, stage_type: str | None) -> Llm 
     if len(kinds) == 1:
         return kinds[0](**params)
     if kinds:  # it fits both
-        return (Llm if stage_type == "llm" else Diffusion)(**params)
+        return (Diffusion if stage_type == "diffusion" else Llm)(**params)  # a plug-in's stage takes those of an LLM
     wanted = {"llm": Llm, "diffusion": Diffusion}.get(stage_type or "")
     known = _NAMES[wanted] if wanted else frozenset[str]().union(*_NAMES.values())
     unknown = next((name for name in params if name not in known), None)

@@ -1,23 +1,75 @@
-"""Dotted paths of the operator's own code, looked up without running any of it: an import may take seconds."""
+"""Paths of the operator's own code: `package.module.name` of what is installed, or `file.py:name`.
+
+They are checked without running any of it, since an import may take seconds, and imported where they are used.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from stagemesh.config.errors import ConfigError, suggest
+
+_IN_FILE = re.compile(r"(.+\.py):([^\W\d]\w*)")
 
 
 class NotHere(ConfigError):
     """The package of a dotted path is not installed on this machine; it may be on others."""
 
 
+def code_file(dotted: str) -> tuple[str, str] | None:
+    """File and name of the form `file.py:name`; None for a dotted path."""
+    match = _IN_FILE.fullmatch(dotted)
+    return (match[1], match[2]) if match else None
+
+
+def import_dotted(dotted: str) -> Any:
+    """Import what a path names. A file's neighbours can be imported by it, as in a script.
+
+    Raises:
+        ImportError: there is no such module, file or name.
+        Exception: whatever its code raises.
+    """
+    in_file = code_file(dotted)
+    if in_file is None:
+        name, _, attribute = dotted.replace(":", ".").rpartition(".")
+        module = importlib.import_module(name)
+    else:
+        attribute, module = in_file[1], _module_of(Path(in_file[0]))
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise ImportError(f"module {in_file[0] if in_file else name} has no {attribute!r}") from None
+
+
+def _module_of(file: Path) -> ModuleType:
+    # Under its whole path: two pipelines may both have an `adapters.py`.
+    name = str(file)
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file) if file.is_file() else None
+    if spec is None or spec.loader is None:
+        raise ImportError(f"there is no file {file} here")
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
 def check_dotted(dotted: str, path: str, names: Sequence[str] = ()) -> None:
-    """Check that a dotted path (`package.module.name` or `package.module:name`) leads somewhere.
+    """Check that a path (`package.module.name`, `package.module:name` or `file.py:name`) leads somewhere.
 
     Args:
         names: built-in names that may stand in its place, for the hint.
@@ -26,10 +78,14 @@ def check_dotted(dotted: str, path: str, names: Sequence[str] = ()) -> None:
         NotHere: no package of that name is installed here.
         ConfigError: it is no dotted path, or leads nowhere.
     """
+    in_file = code_file(dotted)
+    if in_file is not None:
+        _check_file(Path(in_file[0]), in_file[1], path, dotted)
+        return
     module, _, attribute = dotted.replace(":", ".").rpartition(".")
     hint = suggest(dotted, names) or (f"built-in ones are {', '.join(names)}" if names else "")
     if not all(part.isidentifier() for part in (*module.split("."), attribute)):
-        raise ConfigError("want `package.module.function`", path=path, value=dotted, hint=hint)
+        raise ConfigError("want `package.module.name` or `file.py:name`", path=path, value=dotted, hint=hint)
     spec: ModuleSpec | None = None
     search: Sequence[str] | None = None
     parts = module.split(".")
@@ -41,7 +97,7 @@ def check_dotted(dotted: str, path: str, names: Sequence[str] = ()) -> None:
             raise kind(f"there is no module {name!r} here", path=path, value=dotted, hint=hint)
         search = _inside(spec, parts[depth - 1], search)
     assert spec is not None
-    found = _names_in(spec)
+    found = _names_in(spec.origin)
     if found is not None and attribute not in found and _spec(f"{module}.{attribute}", search) is None:
         problem = f"module {module!r} has no {attribute!r}"
         raise ConfigError(problem, path=path, value=dotted, hint=suggest(attribute, found))
@@ -72,12 +128,20 @@ def _inside(spec: ModuleSpec, name: str, search: Sequence[str] | None) -> list[s
     return [str(folder) for base in search or sys.path if (folder := Path(base or ".", name)).is_dir()]
 
 
-def _names_in(spec: ModuleSpec) -> set[str] | None:
+def _check_file(file: Path, attribute: str, path: str, dotted: str) -> None:
+    if not file.is_file():
+        raise ConfigError(f"there is no file {file} here", path=path, value=dotted)
+    found = _names_in(str(file))
+    if found is not None and attribute not in found:
+        raise ConfigError(f"{file.name} has no {attribute!r}", path=path, value=dotted, hint=suggest(attribute, found))
+
+
+def _names_in(source: str | None) -> set[str] | None:
     """What a module binds at its top level; None where the source does not tell."""
-    if not spec.origin or not spec.origin.endswith(".py"):
+    if not source or not source.endswith(".py"):
         return None
     try:
-        tree = ast.parse(Path(spec.origin).read_bytes())
+        tree = ast.parse(Path(source).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return None
     names: set[str] = set()

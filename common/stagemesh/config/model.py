@@ -109,7 +109,7 @@ class Stage(_Frozen):
     stage_type: str = "llm"
     """llm, diffusion, or a plug-in's."""
     engine: str = ""
-    """Engine class: vllm, diffusion, synthetic or a plug-in's; by `stage_type` when unset."""
+    """Engine class: vllm, diffusion, synthetic, a plug-in's, or your own by path; by `stage_type` when unset."""
     model: str = ""
     """Folder or name of the model; relative paths are relative to the pipeline file."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
@@ -119,7 +119,7 @@ class Stage(_Frozen):
     inputs: tuple[str, ...] = ()
     """Names of the stages that it reads. In a file: names or ids, the stage before when unset."""
     input_adapter: str | None = None
-    """How it reads them: a built-in adapter or a dotted path; by type when unset."""
+    """How it reads them: a built-in adapter or the path of your own; by type when unset."""
     adapter_args: dict[str, Any] = Field(default_factory=dict)
     """Options of the adapter, such as `template`."""
     final_output: bool = False
@@ -137,7 +137,7 @@ class Stage(_Frozen):
     connector: str | None = None
     """KV connector of a prefill/decode pair."""
     prompt_expand: str | None = None
-    """Dotted path of a function that makes companions of a prompt."""
+    """Path of a function that makes companions of a prompt."""
     edge: EdgeMode = "whole"
     """Start when the inputs are complete, or at their first chunk."""
     lora_modules: dict[str, str] = Field(default_factory=dict)

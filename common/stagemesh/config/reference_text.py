@@ -56,8 +56,12 @@ FILLED_IN = """
 
 `model` and the paths of `lora_modules` are relative to the file that they are written in. A name that is no path
 there, such as `org/model`, stays as it is. `input_adapter` is `prompt`, `text`, `chat`, `tokens`, `embeds`,
-`diffusion`, or the dotted path of a function of your own, which is looked up (not imported) when the file is
-checked. The stages must form a graph without cycles.
+`diffusion`, or code of your own. The stages must form a graph without cycles.
+
+Code of your own (`engine`, `input_adapter`, `prompt_expand`) is named by `package.module:name` of what is installed
+where it runs, or by `file.py:name`, with the file relative to the one that names it, as for `model`. It is looked up
+when the file is checked, and imported only where it is used. An adapter is a function, or a class that is made once a
+request and may remember; `examples/speak` has one, and an engine.
 
 A prefill/decode pair is two `llm` stages of one model, `is_prefill_only` and `is_decode_only`, with the same
 `connector`, `tensor_parallel_size`, `dtype` and `kv_cache_dtype`; the decode stage reads the prefill stage and nothing

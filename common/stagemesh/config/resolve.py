@@ -7,11 +7,14 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from stagemesh.config.compat import STREAMS
+from stagemesh.config.dotted import code_file
 from stagemesh.config.errors import ConfigError
 from stagemesh.config.origins import DEFAULT, Path, Tree
 
 _SURELY_A_PATH = ("./", "../", "~/")
 _HALVES = ("is_prefill_only", "is_decode_only")
+CODE_FIELDS = ("engine", "input_adapter", "prompt_expand")
+"""Fields of a stage that may name code as `file.py:name`."""
 
 
 def resolve(tree: Tree, file: FilePath) -> Tree:
@@ -79,16 +82,17 @@ def _input_name(one: Any, names: dict[str, Any]) -> Any:
 def _make_paths_absolute(stage: dict[str, Any], at: Path, tree: Tree, file: FilePath) -> None:
     """Paths are relative to the file that they are written in; what is no path there (a name on a hub) stays."""
 
+    def folder_of(path: Path) -> FilePath:
+        source = tree.origins[path].source
+        if source.startswith("--"):  # what came by a flag is relative to where the command runs
+            return FilePath.cwd()
+        return file.parent if source == "default" else FilePath(source).parent
+
     def absolute(value: object, path: Path) -> object:
         if not isinstance(value, str) or not value:
             return value
-        source = tree.origins[path].source
-        if source.startswith("--"):  # what came by a flag is relative to where the command runs
-            folder = FilePath.cwd()
-        else:
-            folder = file.parent if source == "default" else FilePath(source).parent
         try:
-            candidate = folder / (FilePath(value).expanduser() if value.startswith("~/") else value)
+            candidate = folder_of(path) / (FilePath(value).expanduser() if value.startswith("~/") else value)
             if value.startswith(_SURELY_A_PATH) or candidate.exists():
                 return str(candidate.resolve())
         except (OSError, RuntimeError, ValueError):
@@ -99,5 +103,9 @@ def _make_paths_absolute(stage: dict[str, Any], at: Path, tree: Tree, file: File
     if not stage["model"]:
         del stage["model"]
     modules = stage.get("lora_modules")
+    for key in CODE_FIELDS:
+        in_file = code_file(code) if isinstance(code := stage.get(key), str) else None
+        if in_file is not None:
+            stage[key] = f"{(folder_of((*at, key)) / in_file[0]).resolve()}:{in_file[1]}"
     if isinstance(modules, dict):
         stage["lora_modules"] = {name: absolute(path, (*at, "lora_modules", name)) for name, path in modules.items()}

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from stagemesh.config.dotted import NotHere, check_dotted
+from stagemesh.config.dotted import NotHere, check_dotted, code_file
 from stagemesh.config.errors import ConfigError, suggest
 from stagemesh.config.graph import check_graph
 from stagemesh.config.layout import devices_per_replica, parse_devices, split_devices
@@ -69,8 +69,10 @@ def _check_stage(stage: Stage) -> list[ConfigError]:
         problem = "a diffusion stage needs the whole output of the stages before"
         raise ConfigError(problem, path=f"{path}.edge", value="stream", hint="want whole")
     problems: list[ConfigError] = []
-    for field, names in (("input_adapter", BUILT_IN_ADAPTERS), ("prompt_expand", ())):
+    for field, names in (("engine", ()), ("input_adapter", BUILT_IN_ADAPTERS), ("prompt_expand", ())):
         dotted = getattr(stage, field)
+        if field == "engine" and code_file(dotted) is None:
+            continue  # a name, or a path that only the workers' packages can tell
         if dotted is not None and dotted not in names:
             try:
                 check_dotted(dotted, f"{path}.{field}", names)

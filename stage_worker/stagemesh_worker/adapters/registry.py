@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from stagemesh.config import Stage
+from stagemesh.config.dotted import import_dotted
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh_worker.adapters import builtin
 from stagemesh_worker.adapters.types import Adapter, StageInput
@@ -29,6 +29,7 @@ class AdapterRunner:
         """
         self._stage = stage
         self._timeout_s = timeout_s
+        self.reads_stream = stage.edge == "stream"
         self._target: Any = find_adapter(stage.input_adapter)
         self._is_builtin = stage.input_adapter is None or stage.input_adapter in builtin.BUILT_IN
         self._threads: ThreadPoolExecutor | None = None
@@ -39,11 +40,16 @@ class AdapterRunner:
         """The adapter of one task, with a memory of its own where it is a class."""
         return TaskAdapter(self, self._target)
 
-    async def call(self, function: Adapter, request: EngineInput, inputs: Sequence[StageInput]) -> EngineInput | None:
+    async def call(
+        self, function: Adapter, request: EngineInput, inputs: Sequence[StageInput], *, may_wait: bool = False
+    ) -> EngineInput | None:
         """Run it.
 
+        Args:
+            may_wait: it may return None for want of more input.
+
         Returns:
-            The engine's input, or None when the stages before made nothing, so that there is nothing to do.
+            The engine's input, or None when there is nothing to do, or not yet.
 
         Raises:
             MeshError: ADAPTER_FAILED when it raises, takes too long, or returns nothing without cause.
@@ -62,7 +68,7 @@ class AdapterRunner:
         except Exception as error:
             raise self.failed(f"{type(error).__name__}: {error}") from error
         if made is None:
-            if inputs and all(item.is_empty for item in inputs):
+            if may_wait or (inputs and all(item.is_empty for item in inputs)):
                 return None
             raise self.failed("returned nothing though its input was not empty")
         if not isinstance(made, EngineInput):
@@ -83,12 +89,14 @@ class AdapterRunner:
 class TaskAdapter:
     """One task's use of the adapter."""
 
-    __slots__ = ("_function", "_runner", "_target")
+    __slots__ = ("_function", "_runner", "_target", "remembers")
 
     def __init__(self, runner: AdapterRunner, target: Any) -> None:
         self._runner = runner
         self._target = target
-        self._function: Adapter | None = None if inspect.isclass(target) else target
+        self.remembers = inspect.isclass(target)
+        """It is a class: on an edge of mode stream it may wait for more, and hears of the end."""
+        self._function: Adapter | None = None if self.remembers else target
 
     async def __call__(self, request: EngineInput, inputs: Sequence[StageInput]) -> EngineInput | None:
         """The engine's input for these outputs; see `AdapterRunner.call`."""
@@ -98,11 +106,12 @@ class TaskAdapter:
             except Exception as error:
                 raise self._runner.failed(f"{type(error).__name__}: {error}") from error
         assert self._function is not None
-        return await self._runner.call(self._function, request, inputs)
+        may_wait = self.remembers and self._runner.reads_stream
+        return await self._runner.call(self._function, request, inputs, may_wait=may_wait)
 
 
 def find_adapter(name: str | None) -> Any:
-    """The adapter of that name or dotted path ("package.module.function" or "package.module:function").
+    """The adapter of that name or path ("package.module.function", "package.module:function" or "file.py:function").
 
     Raises:
         EngineConfigError: it is not to be found here.
@@ -111,17 +120,15 @@ def find_adapter(name: str | None) -> Any:
         return builtin.by_type
     if name in builtin.BUILT_IN:
         return builtin.BUILT_IN[name]
-    module_name, _, attribute = name.replace(":", ".").rpartition(".")
-    if not module_name:
+    if not {".", ":"} & set(name):
         raise EngineConfigError(
-            f"input_adapter: {name!r}: want one of {', '.join(builtin.BUILT_IN)}, or a dotted path package.module.name"
+            f"input_adapter: {name!r}: want one of {', '.join(builtin.BUILT_IN)}, a path package.module.name or "
+            "file.py:name"
         )
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except ImportError as error:
-        raise EngineConfigError(f"input_adapter: {name!r}: cannot import {module_name}: {error}") from error
-    except AttributeError:
-        raise EngineConfigError(f"input_adapter: {name!r}: module {module_name} has no {attribute!r}") from None
+        found = import_dotted(name)
+    except Exception as error:  # the operator's own code raises whatever it likes
+        raise EngineConfigError(f"input_adapter: {name!r}: cannot be imported: {error}") from error
     if not callable(found):
         raise EngineConfigError(f"input_adapter: {name!r}: is not callable")
     return found

@@ -41,5 +41,7 @@ Adapter = Callable[[EngineInput, Sequence[StageInput], Stage], EngineInput | Non
 """(the request's prompt, outputs of the stages before in the order of `inputs`, this stage) -> the engine's input.
 
 None says that there is nothing to do: right where the stages before made nothing, an error elsewhere. It may be a
-class: it is then made once a task, without arguments, and called with each chunk, so that it may remember.
+class: it is then made once a task, without arguments, and called with each chunk, so that it may remember. On an edge
+of mode stream such a class may also return None to wait for more, and is called with the last chunk (`finished`) even
+when that is empty.
 """

@@ -169,6 +169,10 @@ class Engine(ABC):
             asyncio.CancelledError: re-raised when cancelled, after the engine let go of the task.
         """
 
+    def probe_input(self, given: EngineInput) -> EngineInput:
+        """What the self-probe runs; `given` is a short text. For engines that read something else."""
+        return given
+
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a control method of `call_methods`; the result is JSON-able."""
         raise NotImplementedError(method)

@@ -113,7 +113,10 @@ class RunningTask:
             self.sink.transfer_s = loop.time() - began
         adapter = self._context.adapters.for_task()
         further = self._further_inputs(adapter, request) if self._further is not None else None
-        first = request if self._is_probe else await self._first(adapter, request, inputs, further)
+        if self._is_probe:
+            first: EngineInput | None = self._context.engine.probe_input(request)
+        else:
+            first = await self._first(adapter, request, inputs, further)
         if first is None:
             # The stages before made nothing, so there is nothing to make: an empty output is the right answer.
             self.sink.started()
@@ -129,19 +132,23 @@ class RunningTask:
         further: AsyncIterator[EngineInput] | None,
     ) -> EngineInput | None:
         """The input to start with. On a stream edge that brought nothing yet, the first chunk that does."""
-        waits_for_chunk = further is not None and self._context.engine.stage.inputs
-        if waits_for_chunk and all(item.is_empty for item in inputs):
-            assert further is not None
-            return await anext(further, None)
-        return await adapter(request, inputs)
+        if further is None or not self._context.engine.stage.inputs:
+            return await adapter(request, inputs)
+        if not all(item.is_empty for item in inputs):
+            made = await adapter(request, inputs)
+            if made is not None:
+                return made
+            self.sink.started()  # that chunk was taken: its producer may go on
+        return await anext(further, None)
 
     async def _further_inputs(self, adapter: TaskAdapter, request: EngineInput) -> AsyncIterator[EngineInput]:
-        """Further chunks, each through the adapter; chunks that hold nothing are passed over."""
+        """Further chunks, each through the adapter; chunks that hold nothing, or not enough, are passed over."""
         assert self._further is not None
         async for chunk in self._further.chunks():
             if chunk.HasField("chunk"):
                 output = await read_upstream(chunk.chunk, self._context.resolver)
-                made = None if output.is_empty else await adapter(request, [output])
+                passed_over = output.is_empty and not (output.finished and adapter.remembers)
+                made = None if passed_over else await adapter(request, [output])
             elif chunk.HasField("prompt"):
                 made = await adapter(await read_prompt(chunk.prompt, self._context.resolver), [])
             else:

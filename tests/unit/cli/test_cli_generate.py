@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import wave
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from stagemesh.rpc.errors import MeshError, Reason
+from stagemesh.tensors import encode
 from stagemesh.v1 import frame_pb2 as frame_pb
 from tests.unit.cli.conftest import Command
 from tests.unit.client.scripted_head import failing, framed, text, the_end
@@ -48,6 +51,31 @@ def test_json_is_a_line_a_frame_with_paths_for_files(mesh, command: Command, tmp
     assert kinds == ["text_delta", "text_delta", "progress", "progress", "image", "finished"]
     assert "data" not in lines[4] and Path(lines[4]["path"]).read_bytes() == b"png!"
     assert lines[5]["stages"]["painter"]["usage"]["diffusion_steps"] == 2
+
+
+def speech(request, context):  # type: ignore[no-untyped-def]
+    for number in range(3):
+        samples = encode(np.full(4, number / 2, np.float32))
+        chunk = frame_pb.AudioChunk(sample_rate_hz=16000, offset_samples=4 * number, last=number == 2)
+        chunk.samples.inline.CopyFrom(samples)
+        yield framed(request, 1 + number, frame_pb.Frame(stage="speaker", audio_chunk=chunk))
+    yield the_end(request, 4)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_pieces_of_sound_become_one_file(mesh, command: Command, tmp_path: Path, as_json: bool) -> None:  # type: ignore[no-untyped-def]
+    mesh(speech)
+    ended = command("generate", "hello", "--out", str(tmp_path), "--id", "mine", *(["--json"] if as_json else []))
+    saved = tmp_path / "mine-speaker-0.wav"
+    if as_json:
+        lines = [json.loads(line) for line in ended.out.splitlines()]
+        assert [line["samples"] for line in lines[:3]] == [4, 4, 4]
+        assert [line.get("path") for line in lines[:3]] == [None, None, str(saved)]
+    else:
+        assert ended.out.splitlines() == [f"speaker: saved {saved} (68 bytes)"]
+    with wave.open(str(saved)) as file:
+        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (16000, 1, 2)
+        assert np.frombuffer(file.readframes(99), "<i2").tolist() == [0] * 4 + [16383] * 4 + [32767] * 4
 
 
 def test_what_was_asked_reaches_the_head(mesh, command: Command) -> None:  # type: ignore[no-untyped-def]

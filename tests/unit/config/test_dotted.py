@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.config import ConfigError
-from stagemesh.config.dotted import NotHere, check_dotted
+from stagemesh.config.dotted import NotHere, check_dotted, import_dotted
 
 MODULE = """
 from __future__ import annotations
@@ -73,10 +73,10 @@ def test_paths_that_lead_somewhere(dotted: str) -> None:
             "operators_package.inner.adapters.deeper.function",
             "no module 'operators_package.inner.adapters.deeper' here",
         ),
-        ("function", "want `package.module.function`"),
-        ("operators_package..function", "want `package.module.function`"),
-        ("../adapters.py", "want `package.module.function`"),
-        ("", "want `package.module.function`"),
+        ("function", "want `package.module.name` or `file.py:name`"),
+        ("operators_package..function", "want `package.module.name` or `file.py:name`"),
+        ("../adapters.py", "want `package.module.name` or `file.py:name`"),
+        ("", "want `package.module.name` or `file.py:name`"),
     ],
 )
 def test_paths_that_lead_nowhere(dotted: str, says: str) -> None:
@@ -88,3 +88,46 @@ def test_paths_that_lead_nowhere(dotted: str, says: str) -> None:
 def test_package_that_is_not_installed_may_be_elsewhere() -> None:
     with pytest.raises(NotHere, match=r"there is no module 'not_installed' here; built-in ones are chat, text"):
         check_dotted("not_installed.chat", "input_adapter", ("chat", "text"))
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    """A folder with a file of code and its neighbour."""
+    folder = tmp_path / "beside the pipeline"
+    folder.mkdir()
+    (folder / "neighbour_of_own.py").write_text("ANSWER = 42\n")
+    (folder / "own.py").write_text("from neighbour_of_own import ANSWER\ndef adapter(): return ANSWER\n")
+    return folder
+
+
+def test_name_in_a_file_is_checked_without_running_it_and_imported_with_its_neighbours(code: Path) -> None:
+    dotted = f"{code}/own.py:adapter"
+    check_dotted(dotted, "input_adapter")
+    assert f"{code}/own.py" not in sys.modules
+    assert import_dotted(dotted)() == 42
+    assert import_dotted(dotted) is import_dotted(dotted)
+    assert import_dotted("math:sqrt") is import_dotted("math.sqrt")
+
+
+def test_files_of_one_name_in_two_folders_are_two_modules(code: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def adapter(): return 'the other'\n")
+    assert import_dotted(f"{code}/own.py:adapter")() == 42
+    assert import_dotted(f"{tmp_path}/own.py:adapter")() == "the other"
+
+
+def test_file_or_name_in_it_that_is_not_there(code: Path) -> None:
+    for dotted, says in [
+        (f"{code}/missing.py:adapter", "there is no file"),
+        (f"{code}/own.py:adaptor", "has no 'adaptor'"),
+    ]:
+        with pytest.raises(ConfigError, match=says):
+            check_dotted(dotted, "input_adapter")
+        with pytest.raises(ImportError, match=says):
+            import_dotted(dotted)
+
+
+def test_file_whose_code_fails_is_not_half_imported(code: Path) -> None:
+    (code / "own.py").write_text("begun = True\nraise RuntimeError('no licence')\n")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no licence"):
+            import_dotted(f"{code}/own.py:begun")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -120,3 +121,15 @@ def test_interpolation_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stage_without_replicas_here_is_for_other_nodes() -> None:
     writer, painter = load_pipeline(FILES / "remote_stage.yaml").stages
     assert writer.runtime.num_replicas == 0 and painter.runtime.shared_devices and groups(painter) is None
+
+
+def test_code_in_a_file_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("class Engine: ...\ndef adapter(): ...\n")
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(
+        "stages:\n- {name: a, stage_type: audio, engine: own.py:Engine, input_adapter: ./own.py:adapter,\n"
+        "   prompt_expand: math:sqrt}\n"
+    )
+    stage = load_pipeline(path).stage("a")
+    assert (stage.engine, stage.input_adapter) == (f"{tmp_path}/own.py:Engine", f"{tmp_path}/own.py:adapter")
+    assert stage.prompt_expand == "math:sqrt"

@@ -226,7 +226,8 @@ FILES = {
     ),
     "a misspelt built-in adapter": (
         "stages:\n- {name: a, model: m, input_adapter: chatt}\n",
-        "pipeline.yaml:2: stages[0].input_adapter: 'chatt': want `package.module.function`; did you mean chat?",
+        "pipeline.yaml:2: stages[0].input_adapter: 'chatt': want `package.module.name` or `file.py:name`; "
+        "did you mean chat?",
     ),
     "no stages": (
         "name: empty\n",
@@ -236,6 +237,10 @@ FILES = {
     "a key twice": (
         "name: a\nname: b\nstages: []\n",
         "pipeline.yaml:2: 'name' is written twice, on lines 1 and 2; keep one",
+    ),
+    "an engine in a file that is not there": (
+        "stages:\n- {name: a, stage_type: audio, engine: 'vocoder.py:Vocoder'}\n",
+        "pipeline.yaml:2: stages[0].engine: 'vocoder.py:Vocoder': there is no file vocoder.py here",
     ),
     "a name that is no label": (
         "stages:\n- {name: My Stage, model: m}\n",

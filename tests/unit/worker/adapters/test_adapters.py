@@ -192,6 +192,24 @@ async def test_own_adapter_may_be_a_class_with_a_memory_per_task(module: types.M
     runner.close()
 
 
+async def test_class_may_wait_for_more_on_a_stream_edge_and_only_there(module: types.ModuleType) -> None:
+    class Waiting:
+        def __call__(self, prompt: EngineInput, inputs: Sequence[StageInput], stage: Stage) -> EngineInput | None:
+            return EngineInput(text="now") if inputs[0].finished else None
+
+    module.Waiting = Waiting
+    begun = StageInput("writer", text="a bold", finished=False)
+    name = {"input_adapter": "own_adapters.Waiting"}
+    runner = AdapterRunner(_stage(**name, inputs=["writer"], edge="stream"), timeout_s=1.0)
+    task = runner.for_task()
+    assert task.remembers and await task(REQUEST, [begun]) is None
+    assert await task(REQUEST, [StageInput("writer")]) == EngineInput(text="now")
+    runner.close()
+    assert "not empty" in (await _refusal(_stage(**name), begun)).message
+    module.function = lambda *_: None
+    await _refusal(_stage(input_adapter="own_adapters.function", inputs=["writer"], edge="stream"), begun)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
