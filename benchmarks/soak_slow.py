@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
 import time
 from collections import Counter
 from pathlib import Path
 
 from soak_leftovers import Census
 
-from stagemesh import Finished, TextDelta
+from stagemesh import TextDelta
 from stagemesh.client.aio import AsyncClient
 from tests.mesh.faults.processes import processes
 

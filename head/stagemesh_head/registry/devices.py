@@ -45,7 +45,19 @@ def choose_devices(
         copies: replicas that the stage's explicit device list is divided among.
         remembered: what the replica had before; taken again when it still fits.
     """
-    chosen = _choose(entry, replica_id, devices, occupancy, stages, copies=copies, remembered=remembered)
+
+    def is_usable(device_id: str) -> bool:
+        # A leftover of a stage that is served no more shares with nobody.
+        return all(other in stages and may_share(entry, stages[other]) for other in occupancy.get(device_id, ()))
+
+    try:
+        explicit = explicit_groups(entry.config, copies)
+    except ConfigError as error:
+        return NoRoom(f"cannot divide runtime.devices: {error}")
+    if explicit is not None:
+        chosen = _from_groups(explicit, replica_id, devices, is_usable, remembered)
+    else:
+        chosen = _emptiest(entry.config, devices, occupancy, is_usable, remembered)
     if isinstance(chosen, NoRoom):
         return chosen
     for device in devices:
@@ -60,28 +72,15 @@ def choose_devices(
     return chosen
 
 
-def _choose(
-    entry: StageEntry,
-    replica_id: int,
+def _emptiest(
+    stage: Stage,
     devices: Sequence[device_pb.Device],
     occupancy: Occupancy,
-    stages: Mapping[StageKey, StageEntry],
-    *,
-    copies: int,
+    is_usable: Callable[[str], bool],
     remembered: Sequence[str],
 ) -> tuple[str, ...] | NoRoom:
-    def is_usable(device_id: str) -> bool:
-        # A leftover of a stage that is served no more shares with nobody.
-        return all(other in stages and may_share(entry, stages[other]) for other in occupancy.get(device_id, ()))
-
-    stage = entry.config
+    """As many as the stage needs: those it had, else those with the fewest replicas on them."""
     ids = [device.id for device in devices]
-    try:
-        explicit = explicit_groups(stage, copies)
-    except ConfigError as error:
-        return NoRoom(f"cannot divide runtime.devices: {error}")
-    if explicit is not None:
-        return _from_groups(explicit, replica_id, devices, is_usable, remembered)
     needed = devices_needed(stage, devices)
     if len(remembered) == needed and all(i in ids and is_usable(i) for i in remembered):
         return tuple(remembered)

@@ -26,12 +26,6 @@ STOP_WAIT_S = 5.0
 """For the kernel to end a killed child that holds a device, in seconds."""
 
 _MODULE = "stagemesh_worker.engines.diffusion.child"
-_VISIBLE_DEVICES = {
-    "cuda": "CUDA_VISIBLE_DEVICES",
-    "rocm": "HIP_VISIBLE_DEVICES",
-    "npu": "ASCEND_RT_VISIBLE_DEVICES",
-    "xpu": "ZE_AFFINITY_MASK",
-}
 
 
 class ChildProcess:
@@ -144,9 +138,7 @@ class ChildProcess:
         }
         if self._devices.cores:
             environment["OMP_NUM_THREADS"] = str(len(self._devices.cores))
-        variable = _VISIBLE_DEVICES.get(self._devices.kind)
-        if variable is not None and self._devices.physical_ids:
-            environment[variable] = ",".join(self._devices.physical_ids)
+        # Which accelerators it sees, the replica process has set for all that it starts.
         return environment
 
     async def _read_lines(self) -> None:
