@@ -4,6 +4,7 @@
     python benchmarks/forwarding.py --paced 50      # 256 streams of 50 tokens a second: is every token in time?
     python benchmarks/forwarding.py --idle          # one request at a time: what the head adds to the first token
 
+Idle rounds also call the replica without a head (`direct`), over a stream such as a head has.
 The bare reference is three processes too: grpc.aio servers on uvloop, one message a token, no logic at all. Rounds of
 both alternate in one run on the same cores, since absolute figures drift with the machine; the ratio is what counts.
 Processes of the mesh are the real ones: `stagemesh head`, and `stagemesh worker` with its replica.
@@ -25,6 +26,7 @@ from typing import Any
 import grpc
 import psutil
 import uvloop
+from forwarding_direct import Direct
 
 from stagemesh.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
 from stagemesh.v1 import frame_pb2 as frame_pb
@@ -94,7 +96,8 @@ class Load:
         options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
         self.channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(CHANNELS)]
         self.tokens = tokens
-        self.one = self._bare if kind == "bare" else self._mesh
+        self.one = {"bare": self._bare, "mesh": self._mesh, "direct": self._direct}[kind]
+        self.direct = Direct(address) if kind == "direct" else None
         stub = bare_stub if kind == "bare" else lambda channel: inference_rpc.InferenceServiceStub(channel).Generate
         self.stubs = [stub(channel) for channel in self.channels]
         self.received = self.messages = 0
@@ -111,6 +114,10 @@ class Load:
         request = inference_pb.GenerateRequest(prompt=prompt_pb.Prompt(text=f"request {number}"))
         request.sampling.add(params=sampling_pb.SamplingParams(llm=llm))
         await self._read(self.stubs[number % CHANNELS](request), lambda message: message.frame.text)
+
+    async def _direct(self, number: int) -> None:
+        assert self.direct is not None
+        await self._read(self.direct.generate(f"request {number}", self.tokens), lambda m: m)
 
     async def _read(self, call: Any, text_of: Any) -> None:
         start, count = time.perf_counter(), 0
@@ -278,12 +285,14 @@ def main() -> None:
     streams = options.streams or (1 if options.idle else 256 if options.paced else 64)
     requests = options.requests or (200 if options.idle else 2 * streams if options.paced else 2000)
     processes = Processes()
-    results: dict[str, list[dict[str, Any]]] = {"bare": [], "mesh": []}
+    results: dict[str, list[dict[str, Any]]] = {"bare": [], "mesh": [], "direct": []}
     with tempfile.TemporaryDirectory(prefix="stagemesh-forwarding-") as folder:
         try:
             with_bare = not (options.paced or options.no_bare)
             targets = {"bare": start_bare(processes)} if with_bare else {}
             targets["mesh"] = start_mesh(processes, Path(folder), options.paced)
+            if options.idle:
+                targets["direct"] = targets["mesh"]
             for number in range(options.rounds):
                 for kind, (address, watched) in targets.items():
                     # The bare one needs fewer requests for a round as long.
@@ -329,6 +338,14 @@ def report(results: dict[str, list[dict[str, Any]]], pace: float) -> None:
         if rounds:
             middle = sorted(rounds, key=lambda one: float(one["tokens_per_s"]))[len(rounds) // 2]
             print(f"median {kind}: {shown(middle, pace)}")
+    added = [
+        [mesh["first_token_ms"][name] - direct["first_token_ms"][name] for name in ("p50", "p99")]
+        for mesh, direct in zip(results["mesh"], results["direct"], strict=False)
+    ]
+    if added:
+        p50, p99 = (statistics.median(values) for values in zip(*added, strict=True))
+        print(f"mesh - direct: the head adds {p50:.2f} ms to the first token (p50), {p99:.2f} ms (p99)")
+        return
     pairs = list(zip(results["bare"], results["mesh"], strict=False))
     if pairs:
         ratio = statistics.median(mesh["tokens_per_s"] / bare["tokens_per_s"] for bare, mesh in pairs)

@@ -18,8 +18,8 @@ MESSAGE_BYTES = 8 << 20
 """A message is closed when its events reach this size, far below the message limit of 64 MiB."""
 BYTES_PER_UNIT = 64
 MERGE_S = 0.002
-"""Least time between two messages. The first after a pause goes at once; a busy engine's output is merged meanwhile,
-since a message costs the head about the same whatever it carries."""
+"""Least time from a message with tokens to the next message. The first after a pause goes at once; a busy engine's
+output is merged meanwhile, since a message costs the head about the same whatever it carries."""
 
 
 class Outbox:
@@ -98,9 +98,10 @@ class Outbox:
             await asyncio.sleep(pause_s)
         if self.closed:
             return None
-        self._taken_at = monotonic()
         message = stage_pb.ExecuteResponse()
         if self._columns:
+            # Only these: a task's first token must not wait because its `started` has just gone out.
+            self._taken_at = monotonic()
             pending, self._columns = self._columns, {}
             columns = message.columns
             columns.slots.extend(pending)

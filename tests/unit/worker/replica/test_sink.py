@@ -16,6 +16,7 @@ from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh.v1 import tensor_pb2 as tensor_pb
+from stagemesh_worker.replica import outbox
 from stagemesh_worker.replica.outbox import HIGH_WATER_UNITS, MESSAGE_BYTES, Outbox
 from stagemesh_worker.replica.sink import SlotSink
 
@@ -91,6 +92,27 @@ async def test_last_tokens_come_before_the_end_in_the_same_message(box: Box) -> 
     sink.finish(frame_pb.StageFinished())
     assert await box.drain() == [(1, [5]), (1, "finished")]
     assert len(box.messages) == 1 and box.ended == [1]
+
+
+async def test_messages_of_a_busy_engine_merge_but_a_first_token_does_not_wait_for_its_start(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", pause)
+    monkeypatch.setattr(outbox, "monotonic", lambda: 100.0)
+    sink = box.sink()
+    sink.started()
+    assert await box.drain() == [(1, "started")]
+    sink.tokens((1,), "one ")
+    assert await box.drain() == [(1, [1])]
+    assert pauses == []
+    sink.tokens((2,), "two ")
+    assert await box.drain() == [(1, [2])]
+    assert pauses == [pytest.approx(outbox.MERGE_S)]
 
 
 async def test_nothing_follows_the_end(box: Box) -> None:
