@@ -107,24 +107,24 @@ class Head:
         if not nodes_apart:
             registry_rpc.add_RegistryServiceServicer_to_server(RegistryServicer(self.registry), server)
         services = CLIENT_SERVICES if nodes_apart else CLIENT_SERVICES + REGISTRY_SERVICES
-        self.address = await self._serve(server, services, self.settings.listen)
+        self.address = registry_address = await self._serve(server, services, self.settings.listen)
         if self.settings.registry_listen is not None:
             server = create_server()
             registry_rpc.add_RegistryServiceServicer_to_server(RegistryServicer(self.registry), server)
-            await self._serve(server, REGISTRY_SERVICES, self.settings.registry_listen)
+            registry_address = await self._serve(server, REGISTRY_SERVICES, self.settings.registry_listen)
         if self._metrics is not None and self.settings.metrics_listen is not None:
             Security.from_environment().check_bind(self.settings.metrics_listen.rpartition(":")[0])
             log.info("serving metrics on port %d", self._metrics.serve(self.settings.metrics_listen))
             self._lag_watch = asyncio.create_task(self._metrics.watch_lag(), name="event loop lag")
         if self.settings.gateways:
-            await self._start_gateways()
+            await self._start_gateways(registry_address)
         if self.settings.ready_file is not None:
             write_ready_file(self.settings.ready_file, self.address)
 
-    async def _start_gateways(self) -> None:
+    async def _start_gateways(self, registry_address: str) -> None:
         settings = self.settings
         command = gateway_command(
-            self.address, settings.gateway_listen, settings.drain_timeout_s, "--processes", str(settings.gateways)
+            registry_address, settings.gateway_listen, settings.drain_timeout_s, "--processes", str(settings.gateways)
         )
         self._gateways = await asyncio.create_subprocess_exec(*command, preexec_fn=end_with_parent)
         log.info("%d gateways serving on %s", settings.gateways, settings.gateway_listen)

@@ -99,6 +99,15 @@ def head(
         float,
         typer.Option(metavar="SECONDS", help="A node that is silent for that long is gone.", rich_help_panel="Times"),
     ] = 10.0,
+    link_timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="A replica that the head cannot reach for that long, though its node is well, is placed anew; by "
+            "default three heartbeat timeouts.",
+            rich_help_panel="Times",
+        ),
+    ] = None,
     drain_timeout: Annotated[
         float,
         typer.Option(metavar="SECONDS", help="Time that running requests have at the end.", rich_help_panel="Times"),
@@ -153,6 +162,7 @@ def head(
             registry=RegistrySettings(
                 heartbeat_interval_s=heartbeat_interval,
                 lease_s=heartbeat_timeout,
+                link_timeout_s=link_timeout,
                 reserved=_reserved(reserve or [], loaded),
             ),
             recovery=RecoveryLimits(max_attempts=max_attempts),
@@ -168,7 +178,9 @@ def head(
 
 @with_security(serves=True)
 def gateway(
-    head: Annotated[str, typer.Option(metavar="HOST:PORT", help="The head to follow.")] = DEFAULT_HEAD,
+    head: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="The head to follow, where its nodes join.")
+    ] = DEFAULT_HEAD,
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where clients find it; port 0 picks one.")
     ] = "127.0.0.1:8480",

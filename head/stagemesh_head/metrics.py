@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter as Tally
 from collections.abc import Iterable, Sequence
 from time import monotonic
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -21,6 +22,8 @@ from stagemesh_head.registry.registry import Registry
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 LAG_PERIOD_S = 0.25
+SCRAPE_S = 10.0
+"""For a scraper to say what it wants, and to read the answer: each one has a thread."""
 
 
 class HeadMetrics:
@@ -125,8 +128,23 @@ class HeadMetrics:
         """Serve `/metrics` on host:port; returns the port. Raises OSError when it cannot be had."""
         host, _, port = address.rpartition(":")
         server, _thread = start_http_server(int(port), addr=host.strip("[]"), registry=self.registry)
+        server.RequestHandlerClass = _Scrape
         self._server = server
         return int(server.server_address[1])
+
+
+class _Scrape(WSGIRequestHandler):
+    """One connection of whoever reads the metrics, ended when it says nothing, and no reason for a traceback."""
+
+    timeout = SCRAPE_S
+
+    def handle(self) -> None:
+        """Answer it. A peer that is silent or gone is no error of ours."""
+        with contextlib.suppress(OSError):
+            super().handle()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Scrapes are no news."""
 
 
 class _Rooms:

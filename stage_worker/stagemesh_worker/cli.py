@@ -66,7 +66,7 @@ def worker(
     """
     from stagemesh.rpc.security import SecurityError
     from stagemesh_worker.app import run_worker
-    from stagemesh_worker.node.identity import parse_labels
+    from stagemesh_worker.node.identity import parse_labels, url_host
     from stagemesh_worker.node.settings import AgentSettings
 
     output = start_logging("node", log_level, log_json)
@@ -79,8 +79,8 @@ def worker(
             node_id=node_id,
             devices=tuple(part.strip() for part in devices.split(",") if part.strip()),
             cores_per_device=cores_per_device or None,
-            listen_host=listen_host,
-            advertise_host=advertise_host,
+            listen_host=url_host(listen_host),
+            advertise_host=url_host(advertise_host),
             health_listen=health_listen,
             drain_timeout_s=drain_timeout,
             give_up_after_s=give_up_after,

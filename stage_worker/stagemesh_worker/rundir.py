@@ -1,6 +1,7 @@
 """One private directory per process for its sockets, gone with the process.
 
-It lies at `$XDG_RUNTIME_DIR/stagemesh-<uid>/<pid>-<random>/`, or under /tmp. Its owner holds a lock on the file `lock`
+It lies at `$XDG_RUNTIME_DIR/stagemesh-<uid>/<pid>-<random>/`, or under /tmp: also where that path is too long for a
+socket, which some engines only say by crashing. Its owner holds a lock on the file `lock`
 in it, so that a sweep tells a dead owner's directory from a living one's in any pid namespace.
 """
 
@@ -12,21 +13,30 @@ import os
 import secrets
 import shutil
 import tempfile
+import uuid
 from pathlib import Path
 
 _LOCK = "lock"
+MAX_SOCKET_CHARS = 107
+"""Of a Unix socket's path, on Linux."""
+_BELOW_ROOT = len(f"/{2**22}-{'0' * 8}/{uuid.UUID(int=0)}")
+"""The longest path from the root to a socket: a process's directory, and a name as vLLM makes them."""
+_SHORT = Path("/tmp")
 _own: Path | None = None
 _own_pid = 0
 _own_lock = -1
 
 
 def run_root() -> Path:
-    """The user's directory of run directories, made with mode 0700.
+    """The user's directory of run directories, made with mode 0700; short enough for sockets below it.
 
     Raises:
         PermissionError: somebody else owns it.
     """
-    root = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"stagemesh-{os.getuid()}"
+    name = f"stagemesh-{os.getuid()}"
+    root = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / name
+    if len(os.fsencode(root)) + _BELOW_ROOT > MAX_SOCKET_CHARS:
+        root = _SHORT / name
     root.mkdir(mode=0o700, exist_ok=True)
     if root.is_symlink() or root.stat().st_uid != os.getuid():
         raise PermissionError(f"{root}: belongs to another user: set XDG_RUNTIME_DIR to a directory of your own")

@@ -43,11 +43,12 @@ def words(address: str) -> int:
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on this machine")
-def test_mesh_runs_on_ipv6(mesh: Processes) -> None:
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_mesh_runs_on_ipv6(mesh: Processes, host: str) -> None:
     mesh.address = "[::1]:0"
     mesh.start_head()
     assert mesh.address.startswith("[::1]:")
-    mesh.start_worker("a", "--listen-host", "[::1]")
+    mesh.start_worker("a", "--listen-host", host)
     (row,) = mesh.ready(1)
     assert row.report.endpoint.startswith("[::1]:")
     assert words(mesh.address) == 10

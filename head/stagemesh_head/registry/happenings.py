@@ -17,7 +17,17 @@ log = logging.getLogger(__name__)
 
 KEPT = 1_000
 # What befalls a replica through its node is in the log with the node.
-_LOUD = frozenset({"node.suspect", "node.gone", "node.refused", "replica.failed", "replica.suspect", "head.stalled"})
+_LOUD = frozenset(
+    {
+        "node.suspect",
+        "node.gone",
+        "node.refused",
+        "replica.failed",
+        "replica.suspect",
+        "replica.unreachable",
+        "head.stalled",
+    }
+)
 
 
 class EventLog:

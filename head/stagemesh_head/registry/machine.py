@@ -9,7 +9,7 @@ from __future__ import annotations
 from stagemesh.rpc.errors import MeshError, Reason, invalid
 from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh_head.registry import hello as hellos
-from stagemesh_head.registry import messages, orders
+from stagemesh_head.registry import messages, orders, unreachable
 from stagemesh_head.registry.book import Book
 from stagemesh_head.registry.effects import CloseSession, Effect, Happened, Send
 from stagemesh_head.registry.placement import Placement, Placer
@@ -129,7 +129,7 @@ class Machine:
         """The head's link to a replica opened or broke. News of an earlier process are old news."""
         replica = self.state.replicas.get(key)
         if replica is not None and replica.incarnation == incarnation and incarnation:
-            replica.link_up, replica.link_reason = up, reason
+            unreachable.link_changed(self.state.nodes[replica.node_id], replica, up, reason, now)
             self._book.publish(replica)
         return self._finish(now)
 
@@ -138,7 +138,8 @@ class Machine:
         away = now - self._last_tick - 2 * self.settings.tick_s
         self._last_tick = now
         nodes = list(self.state.present_nodes())
-        if away > self.settings.heartbeat_interval_s:
+        stalled = away > self.settings.heartbeat_interval_s
+        if stalled:
             # Heartbeats wait in the sockets: nobody is late but this process.
             for node in nodes:
                 node.last_heartbeat = min(now, node.last_heartbeat + away)
@@ -149,6 +150,7 @@ class Machine:
                 self._node_gone(node, f"no heartbeat for {age:.1f} s", now)
             elif age >= self.settings.suspect_after_s and not node.suspect_reason:
                 self._suspect(node, f"no heartbeat for {age:.1f} s")
+        unreachable.replace_unreachable(self._book, now, stalled=stalled)
         if self._hold_until is not None and now >= self._hold_until:
             self._hold_until = None
             self._book.has_room_news = True
@@ -266,7 +268,8 @@ class Machine:
         self._book.publish(replica)
 
     def _forget(self, now: float) -> None:
-        """Drop rows that were kept long enough."""
+        """Drop what was kept long enough."""
+        unreachable.forget_replacements(self.state, now)
         kept = self.settings.gone_rows_s
         for node in list(self.state.nodes.values()):
             if node.gone_at is not None and now - node.gone_at > kept:

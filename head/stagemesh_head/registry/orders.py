@@ -33,7 +33,7 @@ def drain_replica(book: Book, key: ReplicaKey, incarnation: str, grace_s: float,
             f"replica {key} is incarnation {replica.incarnation or 'not started'} now, not {incarnation}",
             replica=key,
         )
-    _send_away(book, replica, grace_s, reason or "an operator drains it", now)
+    send_away(book, replica, grace_s, reason or "an operator drains it", now)
 
 
 def drain_node(book: Book, node_id: str, grace_s: float, reason: str) -> None:
@@ -72,7 +72,7 @@ def scale_stage(book: Book, pipeline: str, stage: str, replicas: int, now: float
     surplus = [r for r in book.state.replicas.values() if stage_of(r.key) == entry.key and r.key.replica_id >= replicas]
     for replica in sorted(surplus, key=lambda r: r.key, reverse=True):
         if replica.drain_reason is None:
-            _send_away(book, replica, book.settings.drain_grace_s, reason, now)
+            send_away(book, replica, book.settings.drain_grace_s, reason, now)
     book.has_room_news = True
     return previous
 
@@ -104,7 +104,8 @@ def pipeline_of(book: Book, pipeline: str) -> str:
     return pipeline_named(pipeline, dict.fromkeys(key.pipeline for key in book.state.stages))
 
 
-def _send_away(book: Book, replica: Replica, grace_s: float, reason: str, now: float) -> None:
+def send_away(book: Book, replica: Replica, grace_s: float, reason: str, now: float) -> None:
+    """Have a replica finish and go, whoever wants it."""
     node = book.state.nodes[replica.node_id]
     if replica.reported in (ReplicaState.ASSIGNED, ReplicaState.FAILED):
         # It has no process that could finish anything. After a drain the node may try the slot again.

@@ -142,9 +142,11 @@ class Placer:
             for room in self._rooms.values()
             if room.node.node_id != skip and self._may_take(room, entry, replica_id)
         ]
-        # Nodes started for the stage keep `any` nodes free for others; then spread over nodes, emptiest first.
+        # Nodes whose replicas the head reaches come first. Those started for the stage keep `any` nodes free for
+        # others; then spread over nodes, emptiest first.
         rooms.sort(
             key=lambda room: (
+                bool(room.node.unreached),
                 not room.node.hello.stages,
                 room.per_stage.get(entry.key, 0),
                 room.count - len(room.node.hello.devices),

@@ -124,6 +124,8 @@ def _update(book: Book, node: Node, replica: Replica, report: replica_pb.Replica
     replica.reported, replica.report = state, report
     if report.HasField("error"):
         replica.error = report.error
+    if state is ReplicaState.READY:
+        node.failed.discard(replica.key)  # what made it fail has passed
     if state is ReplicaState.FAILED and replica.key not in node.failed:
         node.failed.add(replica.key)
         book.has_room_news = True

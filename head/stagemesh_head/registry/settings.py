@@ -16,6 +16,8 @@ class RegistrySettings:
     heartbeat_interval_s: float = 1.0
     lease_s: float = 10.0
     """A node without heartbeats for that long is GONE."""
+    link_timeout_s: float | None = None
+    """A replica that the head cannot reach for that long, though its node is well, is replaced; None: three leases."""
     settle_s: float | None = None
     """After a restart of the head, free slots wait that long for the nodes that had them; None: one lease."""
     gone_rows_s: float = 600.0
@@ -40,6 +42,14 @@ class RegistrySettings:
                 f"heartbeat timeout: {self.lease_s} s: must be above {SUSPECT_AFTER_INTERVALS} heartbeat intervals "
                 f"({SUSPECT_AFTER_INTERVALS * self.heartbeat_interval_s:g} s), or every late heartbeat loses the node"
             )
+
+        if self.link_timeout_s is not None and not self.link_timeout_s > 0:
+            raise ValueError(f"link timeout: {self.link_timeout_s} s: must be above 0")
+
+    @property
+    def unreachable_after_s(self) -> float:
+        """How long a link to a replica of a live node may stay broken, at first."""
+        return 3 * self.lease_s if self.link_timeout_s is None else self.link_timeout_s
 
     @property
     def suspect_after_s(self) -> float:

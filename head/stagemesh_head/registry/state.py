@@ -86,6 +86,8 @@ class Replica:
     link_up: bool | None = None
     """None: this head has not tried yet."""
     link_reason: str = ""
+    cut_off_at: float = 0.0
+    """Since when the link is down while its node is well."""
     drain_reason: str | None = None
     """Set: it was told to finish and go."""
     drain_grace_s: float = 0.0
@@ -127,6 +129,8 @@ class Node:
     """Replicas, by incarnation, that it still runs but that own no slot any more; their devices stay taken."""
     failed: set[ReplicaKey] = field(default_factory=set)
     """Slots whose replica FAILED on it."""
+    unreached: set[ReplicaKey] = field(default_factory=set)
+    """Slots whose replica here the head could not reach; other nodes come first until a link to it opens."""
 
     @property
     def incarnation(self) -> str:
@@ -169,6 +173,8 @@ class State:
     memory: OrderedDict[ReplicaKey, tuple[str, tuple[str, ...]]] = field(default_factory=OrderedDict)
     """Slot -> node and devices that it had last."""
     gone: OrderedDict[tuple[ReplicaKey, str], GoneReplica] = field(default_factory=OrderedDict)
+    replacements: dict[ReplicaKey, tuple[int, float]] = field(default_factory=dict)
+    """Slot -> how often its replica was replaced since the head could not reach it, and when last."""
 
     def remember(self, replica: Replica) -> None:
         """Note who has a slot, so that it returns there."""

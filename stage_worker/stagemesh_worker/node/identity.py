@@ -56,6 +56,11 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def url_host(host: str) -> str:
+    """A host as it stands before ":port": IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
 async def find_advertise_host(listen_host: str, head: str) -> str:
     """The address that others reach this node's replicas at.
 
@@ -69,7 +74,7 @@ async def find_advertise_host(listen_host: str, head: str) -> str:
         return listen_host
     source, peer = await _route(*split_address(head))
     if listen_host in ANY_ADDRESS:
-        return f"[{source}]" if ":" in source else source
+        return url_host(source)
     # A route to oneself begins and ends at one address.
     if not is_loopback(source) and source != peer:
         raise IdentityError(

@@ -61,6 +61,8 @@ class LifeLimits:
     """The same when the node is in a hurry."""
     drain_margin_s: float = 1.0
     """Over a drain's grace, for the answer to arrive."""
+    lock_retry_s: float = 2.0
+    """Between two tries where the lock folder cannot be used now: a full disk is freed by and by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,8 @@ class ReplicaLife:
         self._unhealthy = ""
         self._failure: MeshError | None = None
         self._is_fatal = False
+        self._retries_lock = False
+        """FAILED as it is, it still tries for its devices."""
         self._deadline: float | None = None
         """When the present step has taken too long."""
 
@@ -136,11 +140,25 @@ class ReplicaLife:
 
     def locked(self, now: float) -> list[Order]:
         """It has its devices."""
-        return self._start(now) if self.step is Step.LOCKING else []
+        return self._start(now) if self._wants_lock else []
 
     def lock_failed(self, text: str) -> list[Order]:
         """It does not get its devices."""
-        return self._give_up(MeshError(Reason.START_FAILED, text)) if self.step is Step.LOCKING else []
+        if not self._wants_lock:
+            return []
+        self._retries_lock = False
+        return self._give_up(MeshError(Reason.START_FAILED, text))
+
+    def lock_folder_failed(self, text: str, now: float) -> list[Order]:
+        """The lock files cannot be used now. It is FAILED, so that the head may move it, and tries again."""
+        orders = self.lock_failed(text)
+        if orders:
+            self._retries_lock, self._deadline = True, now + self._limits.lock_retry_s
+        return orders
+
+    @property
+    def _wants_lock(self) -> bool:
+        return self.step is Step.LOCKING or (self.step is Step.FAILED and self._retries_lock)
 
     def spawned(self, pid: int, now: float) -> list[Order]:
         """Its process runs."""
@@ -154,7 +172,7 @@ class ReplicaLife:
         return self._over((), now)
 
     def _start(self, now: float) -> list[Order]:
-        self.step, self.phase = Step.STARTING, "starting its process"
+        self.step, self.phase, self._retries_lock = Step.STARTING, "starting its process", False
         self._deadline = now + self._start_timeout_s
         return [Spawn(self._assign())]
 
@@ -258,6 +276,9 @@ class ReplicaLife:
                     return [Kill()]
             case Step.PAUSING if is_late:
                 return self._start(now)
+            case Step.FAILED if is_late:
+                self._deadline = None
+                return [Lock(self._start_timeout_s)]
             case Step.FAILING | Step.STOPPING if is_late:
                 self._deadline = now + self._limits.exit_s
                 return [Kill()]

@@ -210,7 +210,7 @@ class Supervisor:
             self._follow(slot, slot.life.lock_failed(str(error)))
         except OSError as error:
             text = f"its devices cannot be locked: {error.filename or self._locks.directory}: {error.strerror}"
-            self._follow(slot, slot.life.lock_failed(text))
+            self._follow(slot, slot.life.lock_folder_failed(text, time.monotonic()))
         else:
             self._follow(slot, slot.life.locked(time.monotonic()))
 

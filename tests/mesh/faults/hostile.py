@@ -23,6 +23,15 @@ def address_of(endpoint: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def listens(endpoint: str) -> bool:
+    """Whether somebody takes connections there."""
+    try:
+        socket.create_connection(address_of(endpoint), ANSWER_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def garbage(endpoint: str, rounds: int = 20) -> int:
     """Say nonsense on fresh connections; returns how many the server ended itself, of 5 * `rounds`."""
     ended = 0
@@ -68,6 +77,18 @@ def call(endpoint: str, method: str, message: bytes) -> grpc.StatusCode:
 def oversized(endpoint: str, method: str) -> grpc.StatusCode:
     """One message a byte over what the mesh takes."""
     return call(endpoint, method, bytes(MAX_MESSAGE_BYTES + 1))
+
+
+def oversized_line(endpoint: str) -> bytes:
+    """An HTTP/1 request whose first line never ends; returns what the server says to it before it hangs up."""
+    answer = b""
+    with socket.create_connection(address_of(endpoint), ANSWER_S) as connection:
+        with contextlib.suppress(OSError):  # it may hang up meanwhile
+            connection.sendall(b"GET /metrics?" + b"x" * (MAX_MESSAGE_BYTES + 1))
+        with contextlib.suppress(OSError):
+            while piece := connection.recv(65536):
+                answer += piece
+    return answer
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -48,11 +48,12 @@ def eventually(what: str, probe: Callable[[], T], timeout: float = READY_S) -> T
 class Process:
     """One command of ours and its output."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, arguments: list[str], environment: dict[str, str], prefix: Sequence[str] = ()) -> None:
+        """Args: prefix: a command that makes itself the one after it, such as `unshare`."""
         self.lines: deque[str] = deque(maxlen=2000)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, start_new_session=True,
+            [*prefix, sys.executable, "-m", *arguments], env=environment, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -111,8 +112,8 @@ class Processes:
     def start_worker(self, node_id: str, *arguments: str) -> Process:
         return self.start("stagemesh_worker", "--head", self.address, "--node-id", node_id, *arguments)
 
-    def start(self, module: str, *arguments: str) -> Process:
-        process = Process([module, *arguments], self.environment)
+    def start(self, module: str, *arguments: str, prefix: Sequence[str] = ()) -> Process:
+        process = Process([module, *arguments], self.environment, prefix)
         self._started.append(process)
         return process
 

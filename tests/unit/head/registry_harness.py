@@ -62,6 +62,10 @@ class World:
         self.rows: dict[ReplicaKey, ReplicaRow] = {}
         self.events: list[Happened] = []
         self.closed: dict[int, MeshError | None] = {}
+        self.cut_off: dict[ReplicaKey, float] = {}
+        """Since when a row says that only the link of its replica is broken."""
+        self.waits: list[tuple[ReplicaKey, float, float]] = []
+        """Replicas that were sent away for that: how long it lasted, and when it was."""
         for node in self.nodes:
             node.session = None
 
@@ -76,12 +80,15 @@ class World:
         """Carry out effects: rows here, messages to the nodes."""
         for effect in effects:
             if isinstance(effect, RowChanged):
+                self._note_link(effect)
                 if effect.row is None:
                     del self.rows[effect.key]
                 else:
                     self.rows[effect.key] = effect.row
             elif isinstance(effect, Happened):
                 self.events.append(effect)
+                if effect.type == "replica.unreachable" and effect.key is not None:
+                    self.waits.append((effect.key, self.now - self.cut_off[effect.key], self.now))
             elif isinstance(effect, Send):
                 for node in self.nodes:
                     if node.session == effect.session:
@@ -91,6 +98,13 @@ class World:
                 for node in self.nodes:
                     if node.session == effect.session:
                         node.session = None
+
+    def _note_link(self, change: RowChanged) -> None:
+        row, before = change.row, self.rows.get(change.key)
+        if row is None or row.state is not ReplicaState.SUSPECT or not row.reason.startswith("link:"):
+            self.cut_off.pop(change.key, None)
+        elif before is None or before.incarnation != row.incarnation or change.key not in self.cut_off:
+            self.cut_off[change.key] = self.now
 
     def tick(self, seconds: float = 0.0, *, step: float | None = None) -> None:
         """Let time pass, looking at the leases as often as the head does."""

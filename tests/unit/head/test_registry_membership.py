@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -336,6 +337,76 @@ def test_a_late_link_down_does_not_harm_the_successor() -> None:
     assert world.states() == {"writer/0": "READY"}
 
 
+def test_a_replica_that_the_head_cannot_reach_goes_to_a_spare_node_after_three_leases() -> None:
+    world = writer_world()
+    a = world.node("a").join().ready()
+    b = world.node("b").join()
+    world.link(world.rows[WRITER], up=False, reason="no answer from 10.0.0.5:4000")
+    beat_for(world, 29.0, a, b)
+    assert world.states() == {"writer/0": "SUSPECT"}
+    beat_for(world, 1.0, a, b)
+    assert world.states() == {"writer/0": "DRAINING"}
+    [event] = [event for event in world.events if event.type == "replica.unreachable"]
+    assert "cannot reach it since 30 s though node a is well (no answer from 10.0.0.5:4000)" in event.reason
+    assert a.got("revocation")[0].reason == event.reason
+    a.set(ReplicaState.GONE).beat()
+    assert world.places()["writer/0"][0] == "b"
+
+
+def test_without_a_spare_node_it_is_tried_anew_in_its_place_and_ever_more_rarely() -> None:
+    world = writer_world(link_timeout_s=10.0)
+    node = world.node("a", 1).join().ready()
+    starts = [world.now]
+    while world.now < starts[0] + 7_200.0:
+        row = world.rows[WRITER]
+        if row.state is ReplicaState.READY:
+            world.link(row, up=False, reason="refused")
+        elif row.state is ReplicaState.DRAINING:
+            node.set(ReplicaState.GONE).beat().ready()
+            starts.append(world.now)
+        world.tick(1.0)
+        node.beat()
+    gaps = [round(later - sooner, -1) for sooner, later in pairwise(starts)]
+    assert gaps[:6] == [10.0, 20.0, 40.0, 80.0, 160.0, 320.0] and set(gaps[6:]) == {320.0}
+    row = world.rows[WRITER]
+    world.link(row, up=True)
+    assert world.rows[WRITER].state is ReplicaState.READY
+
+
+def test_a_node_that_was_away_or_a_head_that_stood_still_does_not_count_against_a_link() -> None:
+    world = writer_world(link_timeout_s=5.0)
+    node = world.node("a").join().ready()
+    world.link(world.rows[WRITER], up=False)
+    world.tick(4.0)
+    assert world.rows[WRITER].reason.startswith("node a: no heartbeat")
+    node.beat()
+    beat_for(world, 4.0, node)
+    assert world.states() == {"writer/0": "SUSPECT"}
+    world.tick(20.0, step=20.0)
+    beat_for(world, 4.0, node)
+    assert world.states() == {"writer/0": "SUSPECT"}
+    world.link(world.rows[WRITER], up=True)
+    assert world.states() == {"writer/0": "READY"}
+    assert "replica.unreachable" not in world.event_types()
+
+
+def test_a_link_that_opened_makes_a_node_as_good_as_any_other() -> None:
+    world = World(pipeline(stage("writer"), stage("painter", 0)), link_timeout_s=5.0)
+    a = world.node("a", 2).join().ready()
+    world.link(world.rows[WRITER], up=False)
+    beat_for(world, 5.0, a)
+    a.set(ReplicaState.GONE).beat().ready()
+    b = world.node("b", 2, labels={"kind": "spare"}).join()
+    world.do(world.machine.scale_stage("", "painter", 1, world.now)[1])
+    assert world.places()["painter/0"][0] == "b", "nodes that the head reaches come first"
+    world.link(world.rows[WRITER], up=True)
+    world.do(world.machine.scale_stage("", "painter", 0, world.now)[1])
+    b.leave()
+    world.do(world.machine.scale_stage("", "painter", 1, world.now)[1])
+    b.join()
+    assert world.places()["painter/0"][0] == "a"
+
+
 def test_a_new_process_in_a_slot_starts_with_an_unknown_link() -> None:
     world = writer_world()
     node = world.node("a").join().ready()
@@ -387,6 +458,17 @@ def test_a_failed_replica_that_starts_after_all_does_not_get_a_device_that_went_
     node.set(ReplicaState.STARTING, WRITER).beat()
     assert set(world.states()) == {"painter/0"}
     assert node.got("revocation")[0].reason == "device cpu:0 has replica shapes/painter/0"
+
+
+def test_a_replica_that_works_after_all_may_come_back_to_its_node() -> None:
+    world = writer_world()
+    node = world.node("a").join()
+    node.set(ReplicaState.FAILED, error=MeshError(Reason.START_FAILED, "disk full").to_status()).beat()
+    node.set(ReplicaState.STARTING).beat()
+    node.ready()
+    assert world.states() == {"writer/0": "READY"}
+    node.set(ReplicaState.GONE).beat()
+    assert world.places()["writer/0"][0] == "a"
 
 
 def test_a_failed_replica_moves_to_a_spare_node() -> None:

@@ -11,6 +11,7 @@ from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh_head.registry.rows import ReplicaKey, ReplicaState
 from stagemesh_head.registry.settings import SUSPECT_AFTER_INTERVALS
 from stagemesh_head.registry.state import NodeState, StageKey, stage_of
+from stagemesh_head.registry.unreachable import MAX_DOUBLINGS
 from stagemesh_head.registry.views import missing_views
 
 PIPELINES = (
@@ -24,7 +25,7 @@ class Schedule:
     """Some nodes, and what may happen to them. `number` chooses among whatever an action has to choose from."""
 
     def __init__(self) -> None:
-        self.world = World(PIPELINES[0], reserved={("shapes", "writer"): 1}, gone_rows_s=30.0)
+        self.world = World(PIPELINES[0], reserved={("shapes", "writer"): 1}, gone_rows_s=30.0, link_timeout_s=2.0)
         for node_id, devices, options in (
             ("a", 2, {"labels": {"stagemesh.local": "true"}}),
             ("b", 2, {}),
@@ -67,6 +68,12 @@ class Schedule:
     def all_beat(self, number: int) -> None:
         for index in range(len(self.world.nodes)):
             self.beat(index)
+
+    def live_on(self, number: int) -> None:
+        """Some time in which all nodes are well."""
+        for _ in range(1 + number % 6):
+            self.world.tick(1.0)
+            self.all_beat(number)
 
     def progress(self, number: int) -> None:
         """Replicas of a node go on: what starts gets ready, what drains ends."""
@@ -181,6 +188,7 @@ class Schedule:
         self.ended |= {name for name, row in self.world.machine.state.gone.items() if row.is_final and name[1]}
         self.check_owners()
         self.check_ready()
+        self.check_links()
         self.check_devices()
         self.check_nothing_is_forgotten()
 
@@ -208,6 +216,19 @@ class Schedule:
                 assert world.now - node.last_heartbeat <= late_s
                 assert replica.link_up is not False and replica.drain_reason is None
                 assert replica.reported is ReplicaState.READY and row.endpoint
+
+    def check_links(self) -> None:
+        """A replica that only the head cannot reach is replaced: not too soon, not much later, ever more rarely."""
+        world, state = self.world, self.world.machine.state
+        patience_s, slack_s = world.settings.unreachable_after_s, 2 * world.settings.tick_s
+        last: dict[ReplicaKey, float] = {}
+        for key, waited_s, at in world.waits:
+            assert waited_s >= patience_s - 1e-6
+            assert key not in last or at - last[key] >= 2 * patience_s - 1e-6
+            last[key] = at
+        for key, since in world.cut_off.items():
+            times, _ = state.replacements.get(key, (0, 0.0))
+            assert world.now - since <= patience_s * 2.0 ** min(times, MAX_DOUBLINGS) + slack_s, key
 
     def check_devices(self) -> None:
         """No device twice, unless the pipeline says so."""
@@ -245,7 +266,7 @@ class Schedule:
 
 
 ACTIONS = [
-    *("join", "beat", "all_beat", "progress", "wait_a_moment") * 2,
+    *("join", "beat", "all_beat", "live_on", "progress", "wait_a_moment") * 2,
     *("replica_restarts", "replica_fails", "replica_ends", "replica_is_stuck", "link_changes"),
     *("crash", "disconnect", "leave", "wait_long", "head_restarts", "late_news"),
     *("drain_replica", "drain_node", "scale"),

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import stat
 import subprocess
 import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,10 +25,13 @@ sys.stdin.read()
 
 
 @pytest.fixture(autouse=True)
-def own_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    rundir.remove_run_directory()
-    return tmp_path
+def own_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A short one: the folders of tests are too long for sockets."""
+    with tempfile.TemporaryDirectory(prefix="rundir-", dir="/tmp") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        rundir.remove_run_directory()
+        yield Path(folder)
+        rundir.remove_run_directory()
 
 
 def hold() -> tuple[subprocess.Popen[str], Path]:
@@ -66,3 +74,20 @@ def test_a_root_of_somebody_else_is_refused(own_root: Path, tmp_path_factory: py
     root.symlink_to(elsewhere)
     with pytest.raises(PermissionError, match="XDG_RUNTIME_DIR"):
         rundir.run_root()
+
+
+@pytest.mark.parametrize("chars", [41, 42, 60, 200])
+def test_sockets_fit_however_long_the_runtime_directory_is(
+    own_root: Path, monkeypatch: pytest.MonkeyPatch, chars: int
+) -> None:
+    long = own_root / ("x" * (chars - len(str(own_root)) - 1))
+    long.mkdir()
+    monkeypatch.setattr(rundir, "_SHORT", own_root)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    monkeypatch.setattr(os, "getpid", lambda: 2**22)  # the largest on Linux
+    directory = rundir.run_directory()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(directory / str(uuid.uuid4())))
+    fits = chars + len(f"/stagemesh-{os.getuid()}") <= 53
+    assert directory.parent.parent == (long if fits else own_root)
+    assert directory not in rundir.sweep_run_directories()

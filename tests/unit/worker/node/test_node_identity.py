@@ -44,6 +44,13 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
         identity.split_address(address)
 
 
+@pytest.mark.parametrize(
+    ("host", "written"), [("::1", "[::1]"), ("[::1]", "[::1]"), ("::", "[::]"), ("10.0.0.5", "10.0.0.5"), ("", "")]
+)
+def test_ipv6_hosts_are_bracketed_for_a_port(host: str, written: str) -> None:
+    assert identity.url_host(host) == written
+
+
 async def test_replicas_of_a_local_head_are_reached_where_they_listen() -> None:
     assert await identity.find_advertise_host("127.0.0.1", "127.0.0.1:8470") == "127.0.0.1"
     assert await identity.find_advertise_host("10.1.2.3", "nowhere.invalid:8470") == "10.1.2.3"

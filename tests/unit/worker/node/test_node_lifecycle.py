@@ -113,6 +113,35 @@ def test_devices_that_stay_taken_fail_the_replica_and_are_released() -> None:
     assert "process 9" in first_line(life)
 
 
+def test_where_the_lock_folder_cannot_be_used_it_is_failed_and_tries_again_until_it_can() -> None:
+    life = new_life()
+    life.begin()
+    text = "its devices cannot be locked: /locks/core-1.lock: No space left on device"
+    assert kinds(life.lock_folder_failed(text, 0.0)) == [Release]
+    assert (life.state, first_line(life)) == (FAILED, text), "at once, so that the head may move it"
+    assert life.tick(1.9) == []
+    assert kinds(life.tick(2.0)) == [Lock]
+    assert life.state == FAILED, "a try is no news"
+    assert life.tick(9.0) == [], "one at a time"
+    assert kinds(life.lock_folder_failed(text, 9.0)) == [Release]
+    assert kinds(life.tick(11.0)) == [Lock]
+    assert kinds(life.locked(11.1)) == [Spawn]
+    life.spawned(77, 11.1)
+    assert life.state == STARTING
+    life.heard(control.Ready("h:1"), 12.0)
+    assert life.state == READY
+
+
+def test_devices_that_another_has_after_all_end_the_tries() -> None:
+    life = new_life()
+    life.begin()
+    life.lock_folder_failed("disk full", 0.0)
+    life.tick(2.0)
+    assert kinds(life.lock_failed("waited 100 s for cpu:1, which process 9 has")) == [Release]
+    assert life.tick(1000.0) == []
+    assert life.state == FAILED
+
+
 def test_a_crash_starts_it_again_with_a_new_incarnation_and_the_reason() -> None:
     life = serving()
     life.heard(control.Load(running=1), 1.0)
@@ -310,7 +339,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("end"), st.sampled_from([0, 3, -9])),
     st.tuples(st.just("revoke"), st.sampled_from([0.0, 5.0])),
     st.tuples(st.just("hurry"), st.none()),
-    st.tuples(st.just("lock"), st.booleans()),
+    st.tuples(st.just("lock"), st.sampled_from(["got", "taken", "full"])),
 )
 
 
@@ -319,14 +348,17 @@ EVENTS = st.one_of(
 def test_whatever_happens_there_is_one_process_and_an_end(events: list[tuple[str, object]], spawns: bool) -> None:
     """One process at a time, each start its own incarnation, devices released once, and no life after the end."""
     life, now = new_life(), 0.0
-    runs, spawned, released, is_locked = False, [], 0, False
+    runs, spawned, released, is_locked, locking = False, [], 0, False, False
 
     def follow(orders: Sequence[Order]) -> None:
-        nonlocal runs, released
+        nonlocal runs, released, is_locked, locking
         for order in orders:
-            if isinstance(order, Spawn):
+            if isinstance(order, Lock):
+                assert not locking and not is_locked, "devices wanted twice"
+                locking = True
+            elif isinstance(order, Spawn):
                 assert not runs, "a second process in one slot"
-                assert is_locked and not released, "a process without its devices"
+                assert is_locked, "a process without its devices"
                 assert order.assign.incarnation == life.incarnation
                 spawned.append(order.assign.incarnation)
                 if spawns:
@@ -337,10 +369,13 @@ def test_whatever_happens_there_is_one_process_and_an_end(events: list[tuple[str
             elif isinstance(order, Release):
                 assert not runs, "devices released under a running process"
                 released += 1
+                locking = is_locked = False
 
     follow(life.begin())
+    tries = False
+    """FAILED is not its end: it tries for its devices again."""
     for kind, value in events:
-        over = life.step in (Step.GONE, Step.FAILED)
+        over = life.step is Step.GONE or (life.step is Step.FAILED and not tries)
         before = life.step
         if kind == "tick":
             now += value  # type: ignore[operator]
@@ -354,9 +389,15 @@ def test_whatever_happens_there_is_one_process_and_an_end(events: list[tuple[str
             follow(life.revoke(value, now))  # type: ignore[arg-type]
         elif kind == "hurry":
             follow(life.hurry(now))
-        elif kind == "lock" and not is_locked and life.step is Step.LOCKING:
-            is_locked = bool(value)
-            follow(life.locked(now) if value else life.lock_failed("taken"))
+        elif kind == "lock" and locking:
+            locking, is_locked, tries = False, value == "got", value == "full"
+            match value:
+                case "got":
+                    follow(life.locked(now))
+                case "taken":
+                    follow(life.lock_failed("taken"))
+                case "full":
+                    follow(life.lock_folder_failed("disk full", now))
         if over:
             assert life.step in (before, Step.GONE)
         report = report_of(life)
