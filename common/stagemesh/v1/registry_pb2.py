@@ -29,7 +29,7 @@ from stagemesh.v1 import header_pb2 as stagemesh_dot_v1_dot_header__pb2
 from stagemesh.v1 import replica_pb2 as stagemesh_dot_v1_dot_replica__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bstagemesh/v1/registry.proto\x12\x0cstagemesh.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x19stagemesh/v1/device.proto\x1a\x19stagemesh/v1/header.proto\x1a\x1astagemesh/v1/replica.proto\"\x96\x01\n\x0bJoinRequest\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.stagemesh.v1.HelloH\x00\x12,\n\theartbeat\x18\x02 \x01(\x0b\x32\x17.stagemesh.v1.HeartbeatH\x00\x12(\n\x07goodbye\x18\x03 \x01(\x0b\x32\x15.stagemesh.v1.GoodbyeH\x00\x42\t\n\x07message\"\x97\x03\n\x05Hello\x12\x18\n\x10\x63ontract_version\x18\x01 \x01(\t\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x10\n\x08hostname\x18\x05 \x01(\t\x12%\n\x07\x64\x65vices\x18\x06 \x03(\x0b\x32\x14.stagemesh.v1.Device\x12\x10\n\x08pipeline\x18\x07 \x01(\t\x12\x0e\n\x06stages\x18\x08 \x03(\t\x12\x14\n\x0cmax_replicas\x18\t \x01(\r\x12,\n\x07running\x18\n \x03(\x0b\x32\x1b.stagemesh.v1.ReplicaReport\x12/\n\x06labels\x18\x0b \x03(\x0b\x32\x1f.stagemesh.v1.Hello.LabelsEntry\x12\x0b\n\x03pid\x18\x0c \x01(\r\x12\x0f\n\x07host_id\x18\r \x01(\t\x12\x17\n\x0flast_head_epoch\x18\x0e \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"s\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12-\n\x08replicas\x18\x03 \x03(\x0b\x32\x1b.stagemesh.v1.ReplicaReport\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x83\x02\n\x0cJoinResponse\x12(\n\x07welcome\x18\x01 \x01(\x0b\x32\x15.stagemesh.v1.WelcomeH\x00\x12.\n\nassignment\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.AssignmentH\x00\x12.\n\nrevocation\x18\x03 \x01(\x0b\x32\x18.stagemesh.v1.RevocationH\x00\x12\x33\n\rheartbeat_ack\x18\x04 \x01(\x0b\x32\x1a.stagemesh.v1.HeartbeatAckH\x00\x12)\n\x05\x64rain\x18\x05 \x01(\x0b\x32\x18.stagemesh.v1.DrainOrderH\x00\x42\t\n\x07message\"\xa1\x01\n\x07Welcome\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.stagemesh.v1.ResponseHeader\x12\x35\n\x12heartbeat_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0elease_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"2\n\x0cHeartbeatAck\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08problems\x18\x02 \x03(\t\"\xc6\x01\n\nAssignment\x12)\n\x07replica\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.ReplicaRef\x12\x19\n\x11pipeline_revision\x18\x02 \x01(\t\x12%\n\x07\x64\x65vices\x18\x03 \x03(\x0b\x32\x14.stagemesh.v1.Device\x12\x19\n\x11stage_config_json\x18\x04 \x01(\t\x12\x30\n\rstart_timeout\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"q\n\nRevocation\x12)\n\x07replica\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.ReplicaRef\x12(\n\x05grace\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06reason\x18\x03 \x01(\t\"F\n\nDrainOrder\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06reason\x18\x02 \x01(\t\"T\n\x14WatchReplicasRequest\x12\x10\n\x08pipeline\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x66ter_revision\x18\x02 \x01(\x04\x12\x12\n\nhead_epoch\x18\x03 \x01(\t\"\xc9\x01\n\x15WatchReplicasResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.stagemesh.v1.ResponseHeader\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\x12-\n\x08replicas\x18\x03 \x03(\x0b\x32\x1b.stagemesh.v1.ReplicaStatus\x12)\n\x07removed\x18\x04 \x03(\x0b\x32\x18.stagemesh.v1.ReplicaRef\x12\x16\n\x0epipelines_json\x18\x05 \x03(\t\"\xf0\x01\n\rReplicaStatus\x12+\n\x06report\x18\x01 \x01(\x0b\x32\x1b.stagemesh.v1.ReplicaReport\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.stagemesh.v1.ReplicaState\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x10\n\x08inflight\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12,\n\tlease_age\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\nlast_error\x18\x07 \x01(\x0b\x32\x12.google.rpc.Status2\xb0\x01\n\x0fRegistryService\x12\x41\n\x04Join\x12\x19.stagemesh.v1.JoinRequest\x1a\x1a.stagemesh.v1.JoinResponse(\x01\x30\x01\x12Z\n\rWatchReplicas\x12\".stagemesh.v1.WatchReplicasRequest\x1a#.stagemesh.v1.WatchReplicasResponse0\x01\x42<\n\x10\x64\x65v.stagemesh.v1P\x01Z&stagemesh.dev/stagemesh/v1;stagemeshv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bstagemesh/v1/registry.proto\x12\x0cstagemesh.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x19stagemesh/v1/device.proto\x1a\x19stagemesh/v1/header.proto\x1a\x1astagemesh/v1/replica.proto\"\x96\x01\n\x0bJoinRequest\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.stagemesh.v1.HelloH\x00\x12,\n\theartbeat\x18\x02 \x01(\x0b\x32\x17.stagemesh.v1.HeartbeatH\x00\x12(\n\x07goodbye\x18\x03 \x01(\x0b\x32\x15.stagemesh.v1.GoodbyeH\x00\x42\t\n\x07message\"\xc2\x03\n\x05Hello\x12\x18\n\x10\x63ontract_version\x18\x01 \x01(\t\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x10\n\x08hostname\x18\x05 \x01(\t\x12%\n\x07\x64\x65vices\x18\x06 \x03(\x0b\x32\x14.stagemesh.v1.Device\x12\x10\n\x08pipeline\x18\x07 \x01(\t\x12\x0e\n\x06stages\x18\x08 \x03(\t\x12\x14\n\x0cmax_replicas\x18\t \x01(\r\x12,\n\x07running\x18\n \x03(\x0b\x32\x1b.stagemesh.v1.ReplicaReport\x12/\n\x06labels\x18\x0b \x03(\x0b\x32\x1f.stagemesh.v1.Hello.LabelsEntry\x12\x0b\n\x03pid\x18\x0c \x01(\r\x12\x0f\n\x07host_id\x18\r \x01(\t\x12\x17\n\x0flast_head_epoch\x18\x0e \x01(\t\x12)\n\x06scaled\x18\x0f \x03(\x0b\x32\x19.stagemesh.v1.ScaledStage\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"c\n\x0bScaledStage\x12\x10\n\x08pipeline\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x10\n\x08replicas\x18\x03 \x01(\r\x12\x12\n\nconfigured\x18\x04 \x01(\r\x12\r\n\x05order\x18\x05 \x01(\x04\"s\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12-\n\x08replicas\x18\x03 \x03(\x0b\x32\x1b.stagemesh.v1.ReplicaReport\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x83\x02\n\x0cJoinResponse\x12(\n\x07welcome\x18\x01 \x01(\x0b\x32\x15.stagemesh.v1.WelcomeH\x00\x12.\n\nassignment\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.AssignmentH\x00\x12.\n\nrevocation\x18\x03 \x01(\x0b\x32\x18.stagemesh.v1.RevocationH\x00\x12\x33\n\rheartbeat_ack\x18\x04 \x01(\x0b\x32\x1a.stagemesh.v1.HeartbeatAckH\x00\x12)\n\x05\x64rain\x18\x05 \x01(\x0b\x32\x18.stagemesh.v1.DrainOrderH\x00\x42\t\n\x07message\"\xa1\x01\n\x07Welcome\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.stagemesh.v1.ResponseHeader\x12\x35\n\x12heartbeat_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0elease_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"]\n\x0cHeartbeatAck\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08problems\x18\x02 \x03(\t\x12)\n\x06scaled\x18\x03 \x03(\x0b\x32\x19.stagemesh.v1.ScaledStage\"\xc6\x01\n\nAssignment\x12)\n\x07replica\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.ReplicaRef\x12\x19\n\x11pipeline_revision\x18\x02 \x01(\t\x12%\n\x07\x64\x65vices\x18\x03 \x03(\x0b\x32\x14.stagemesh.v1.Device\x12\x19\n\x11stage_config_json\x18\x04 \x01(\t\x12\x30\n\rstart_timeout\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"q\n\nRevocation\x12)\n\x07replica\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.ReplicaRef\x12(\n\x05grace\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06reason\x18\x03 \x01(\t\"F\n\nDrainOrder\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06reason\x18\x02 \x01(\t\"T\n\x14WatchReplicasRequest\x12\x10\n\x08pipeline\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x66ter_revision\x18\x02 \x01(\x04\x12\x12\n\nhead_epoch\x18\x03 \x01(\t\"\xc9\x01\n\x15WatchReplicasResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.stagemesh.v1.ResponseHeader\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\x12-\n\x08replicas\x18\x03 \x03(\x0b\x32\x1b.stagemesh.v1.ReplicaStatus\x12)\n\x07removed\x18\x04 \x03(\x0b\x32\x18.stagemesh.v1.ReplicaRef\x12\x16\n\x0epipelines_json\x18\x05 \x03(\t\"\xf0\x01\n\rReplicaStatus\x12+\n\x06report\x18\x01 \x01(\x0b\x32\x1b.stagemesh.v1.ReplicaReport\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.stagemesh.v1.ReplicaState\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x10\n\x08inflight\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12,\n\tlease_age\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\nlast_error\x18\x07 \x01(\x0b\x32\x12.google.rpc.Status2\xb0\x01\n\x0fRegistryService\x12\x41\n\x04Join\x12\x19.stagemesh.v1.JoinRequest\x1a\x1a.stagemesh.v1.JoinResponse(\x01\x30\x01\x12Z\n\rWatchReplicas\x12\".stagemesh.v1.WatchReplicasRequest\x1a#.stagemesh.v1.WatchReplicasResponse0\x01\x42<\n\x10\x64\x65v.stagemesh.v1P\x01Z&stagemesh.dev/stagemesh/v1;stagemeshv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,31 +42,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINREQUEST']._serialized_start=185
   _globals['_JOINREQUEST']._serialized_end=335
   _globals['_HELLO']._serialized_start=338
-  _globals['_HELLO']._serialized_end=745
-  _globals['_HELLO_LABELSENTRY']._serialized_start=700
-  _globals['_HELLO_LABELSENTRY']._serialized_end=745
-  _globals['_HEARTBEAT']._serialized_start=747
-  _globals['_HEARTBEAT']._serialized_end=862
-  _globals['_GOODBYE']._serialized_start=864
-  _globals['_GOODBYE']._serialized_end=889
-  _globals['_JOINRESPONSE']._serialized_start=892
-  _globals['_JOINRESPONSE']._serialized_end=1151
-  _globals['_WELCOME']._serialized_start=1154
-  _globals['_WELCOME']._serialized_end=1315
-  _globals['_HEARTBEATACK']._serialized_start=1317
-  _globals['_HEARTBEATACK']._serialized_end=1367
-  _globals['_ASSIGNMENT']._serialized_start=1370
-  _globals['_ASSIGNMENT']._serialized_end=1568
-  _globals['_REVOCATION']._serialized_start=1570
-  _globals['_REVOCATION']._serialized_end=1683
-  _globals['_DRAINORDER']._serialized_start=1685
-  _globals['_DRAINORDER']._serialized_end=1755
-  _globals['_WATCHREPLICASREQUEST']._serialized_start=1757
-  _globals['_WATCHREPLICASREQUEST']._serialized_end=1841
-  _globals['_WATCHREPLICASRESPONSE']._serialized_start=1844
-  _globals['_WATCHREPLICASRESPONSE']._serialized_end=2045
-  _globals['_REPLICASTATUS']._serialized_start=2048
-  _globals['_REPLICASTATUS']._serialized_end=2288
-  _globals['_REGISTRYSERVICE']._serialized_start=2291
-  _globals['_REGISTRYSERVICE']._serialized_end=2467
+  _globals['_HELLO']._serialized_end=788
+  _globals['_HELLO_LABELSENTRY']._serialized_start=743
+  _globals['_HELLO_LABELSENTRY']._serialized_end=788
+  _globals['_SCALEDSTAGE']._serialized_start=790
+  _globals['_SCALEDSTAGE']._serialized_end=889
+  _globals['_HEARTBEAT']._serialized_start=891
+  _globals['_HEARTBEAT']._serialized_end=1006
+  _globals['_GOODBYE']._serialized_start=1008
+  _globals['_GOODBYE']._serialized_end=1033
+  _globals['_JOINRESPONSE']._serialized_start=1036
+  _globals['_JOINRESPONSE']._serialized_end=1295
+  _globals['_WELCOME']._serialized_start=1298
+  _globals['_WELCOME']._serialized_end=1459
+  _globals['_HEARTBEATACK']._serialized_start=1461
+  _globals['_HEARTBEATACK']._serialized_end=1554
+  _globals['_ASSIGNMENT']._serialized_start=1557
+  _globals['_ASSIGNMENT']._serialized_end=1755
+  _globals['_REVOCATION']._serialized_start=1757
+  _globals['_REVOCATION']._serialized_end=1870
+  _globals['_DRAINORDER']._serialized_start=1872
+  _globals['_DRAINORDER']._serialized_end=1942
+  _globals['_WATCHREPLICASREQUEST']._serialized_start=1944
+  _globals['_WATCHREPLICASREQUEST']._serialized_end=2028
+  _globals['_WATCHREPLICASRESPONSE']._serialized_start=2031
+  _globals['_WATCHREPLICASRESPONSE']._serialized_end=2232
+  _globals['_REPLICASTATUS']._serialized_start=2235
+  _globals['_REPLICASTATUS']._serialized_end=2475
+  _globals['_REGISTRYSERVICE']._serialized_start=2478
+  _globals['_REGISTRYSERVICE']._serialized_end=2654
 # @@protoc_insertion_point(module_scope)

@@ -93,6 +93,7 @@ class Hello(google.protobuf.message.Message):
     PID_FIELD_NUMBER: builtins.int
     HOST_ID_FIELD_NUMBER: builtins.int
     LAST_HEAD_EPOCH_FIELD_NUMBER: builtins.int
+    SCALED_FIELD_NUMBER: builtins.int
     contract_version: builtins.str
     """Version of this contract, "1"."""
     software_version: builtins.str
@@ -129,6 +130,10 @@ class Hello(google.protobuf.message.Message):
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Free labels for people and placement."""
 
+    @property
+    def scaled(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ScaledStage]:
+        """Scaled stages as the head told them last. A restarted head learns its operators' orders from them."""
+
     def __init__(
         self,
         *,
@@ -146,10 +151,45 @@ class Hello(google.protobuf.message.Message):
         pid: builtins.int = ...,
         host_id: builtins.str = ...,
         last_head_epoch: builtins.str = ...,
+        scaled: collections.abc.Iterable[Global___ScaledStage] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "devices", b"devices", "host_id", b"host_id", "hostname", b"hostname", "incarnation", b"incarnation", "labels", b"labels", "last_head_epoch", b"last_head_epoch", "max_replicas", b"max_replicas", "node_id", b"node_id", "pid", b"pid", "pipeline", b"pipeline", "running", b"running", "software_version", b"software_version", "stages", b"stages"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "devices", b"devices", "host_id", b"host_id", "hostname", b"hostname", "incarnation", b"incarnation", "labels", b"labels", "last_head_epoch", b"last_head_epoch", "max_replicas", b"max_replicas", "node_id", b"node_id", "pid", b"pid", "pipeline", b"pipeline", "running", b"running", "scaled", b"scaled", "software_version", b"software_version", "stages", b"stages"]) -> None: ...
 
 Global___Hello: typing_extensions.TypeAlias = Hello
+
+@typing.final
+class ScaledStage(google.protobuf.message.Message):
+    """ScaledStage is a stage whose number of replicas an operator set while the mesh ran."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PIPELINE_FIELD_NUMBER: builtins.int
+    STAGE_FIELD_NUMBER: builtins.int
+    REPLICAS_FIELD_NUMBER: builtins.int
+    CONFIGURED_FIELD_NUMBER: builtins.int
+    ORDER_FIELD_NUMBER: builtins.int
+    pipeline: builtins.str
+    """Pipeline."""
+    stage: builtins.str
+    """Name of the stage."""
+    replicas: builtins.int
+    """Replicas that it should have."""
+    configured: builtins.int
+    """What the pipeline file said then; a head whose file says another number goes by its file."""
+    order: builtins.int
+    """Grows with every order for the stage: the highest counts."""
+    def __init__(
+        self,
+        *,
+        pipeline: builtins.str = ...,
+        stage: builtins.str = ...,
+        replicas: builtins.int = ...,
+        configured: builtins.int = ...,
+        order: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["configured", b"configured", "order", b"order", "pipeline", b"pipeline", "replicas", b"replicas", "stage", b"stage"]) -> None: ...
+
+Global___ScaledStage: typing_extensions.TypeAlias = ScaledStage
 
 @typing.final
 class Heartbeat(google.protobuf.message.Message):
@@ -288,19 +328,25 @@ class HeartbeatAck(google.protobuf.message.Message):
 
     SEQUENCE_FIELD_NUMBER: builtins.int
     PROBLEMS_FIELD_NUMBER: builtins.int
+    SCALED_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """Its sequence."""
     @property
     def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """What the head cannot do with replicas of this node, for its log: "cannot dial writer/0 at 10.0.0.7:41234: ..."."""
 
+    @property
+    def scaled(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ScaledStage]:
+        """All scaled stages, for the node to tell the next head."""
+
     def __init__(
         self,
         *,
         sequence: builtins.int = ...,
         problems: collections.abc.Iterable[builtins.str] | None = ...,
+        scaled: collections.abc.Iterable[Global___ScaledStage] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["problems", b"problems", "sequence", b"sequence"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["problems", b"problems", "scaled", b"scaled", "sequence", b"sequence"]) -> None: ...
 
 Global___HeartbeatAck: typing_extensions.TypeAlias = HeartbeatAck
 

@@ -11,7 +11,7 @@ from stagemesh.rpc.errors import MeshError, Reason, invalid
 from stagemesh.v1 import device_pb2 as device_pb
 from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh_head.registry.devices import may_share
-from stagemesh_head.registry.state import Node, StageEntry, StageKey
+from stagemesh_head.registry.state import MAX_REPLICAS, Node, StageEntry, StageKey
 from stagemesh_head.registry.words import hint, pipeline_named
 
 MAX_DEVICES, MAX_LABELS, MAX_RUNNING, MAX_TEXT = 1_024, 64, 4_096, 256
@@ -33,6 +33,11 @@ def check_form(hello: registry_pb.Hello) -> None:
         raise invalid("hello.labels", len(hello.labels), f"at most {MAX_LABELS} of {MAX_TEXT} characters")
     if len(hello.running) > MAX_RUNNING:
         raise invalid("hello.running", len(hello.running), f"at most {MAX_RUNNING} replicas")
+    if len(hello.scaled) > MAX_RUNNING:
+        raise invalid("hello.scaled", len(hello.scaled), f"at most {MAX_RUNNING} stages")
+    for index, scaled in enumerate(hello.scaled):
+        if scaled.replicas > MAX_REPLICAS:
+            raise invalid(f"hello.scaled[{index}].replicas", scaled.replicas, f"at most {MAX_REPLICAS}")
     if len(hello.hostname) > MAX_TEXT or len(hello.host_id) > MAX_TEXT:
         raise invalid("hello.hostname", hello.hostname, f"host name and host id have at most {MAX_TEXT} characters")
     _check_devices(hello)

@@ -61,6 +61,7 @@ class Machine:
         book.effects.append(Send(session, messages.welcome(self.settings)))
         is_rejoin = old is not None and old.incarnation == hello.incarnation
         book.node_event("node.rejoined" if is_rejoin else "node.joined", node, f"from {peer}", from_state="")
+        orders.recall_scaling(book, hello.scaled, now)
         take_reports(book, node, hello.running, now)
         for replica in node.replicas.values():
             if not replica.incarnation:
@@ -106,7 +107,8 @@ class Machine:
         for replica in node.replicas.values():
             if not replica.incarnation and now - replica.sent_at > self.settings.lease_s:
                 book.send_assignment(replica, node, now)
-        book.effects.append(Send(session, messages.heartbeat_ack(beat.sequence, messages.dial_problems(node))))
+        scaled = messages.scaled_stages(self.state.stages.values())
+        book.effects.append(Send(session, messages.heartbeat_ack(beat.sequence, messages.dial_problems(node), scaled)))
         return self._finish(now)
 
     def goodbye(self, session: int, reason: str, now: float) -> list[Effect]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh.wire import duration
@@ -20,9 +20,12 @@ def welcome(settings: RegistrySettings) -> registry_pb.JoinResponse:
     )
 
 
-def heartbeat_ack(sequence: int, problems: Sequence[str] = ()) -> registry_pb.JoinResponse:
+def heartbeat_ack(
+    sequence: int, problems: Sequence[str] = (), scaled: Sequence[registry_pb.ScaledStage] = ()
+) -> registry_pb.JoinResponse:
     """Answer to a heartbeat."""
-    return registry_pb.JoinResponse(heartbeat_ack=registry_pb.HeartbeatAck(sequence=sequence, problems=problems))
+    ack = registry_pb.HeartbeatAck(sequence=sequence, problems=problems, scaled=scaled)
+    return registry_pb.JoinResponse(heartbeat_ack=ack)
 
 
 def assignment(replica: Replica, node: Node, entry: StageEntry) -> registry_pb.JoinResponse:
@@ -49,6 +52,21 @@ def revocation(key: ReplicaKey, incarnation: str, grace_s: float, reason: str) -
 def drain_order(grace_s: float, reason: str) -> registry_pb.JoinResponse:
     """Leave."""
     return registry_pb.JoinResponse(drain=registry_pb.DrainOrder(grace=duration(grace_s), reason=reason))
+
+
+def scaled_stages(entries: Iterable[StageEntry]) -> list[registry_pb.ScaledStage]:
+    """The stages whose target is an operator's."""
+    return [
+        registry_pb.ScaledStage(
+            pipeline=entry.key.pipeline,
+            stage=entry.key.stage,
+            replicas=entry.target,
+            configured=entry.configured,
+            order=entry.order,
+        )
+        for entry in entries
+        if entry.is_scaled
+    ]
 
 
 def dial_problems(node: Node) -> list[str]:

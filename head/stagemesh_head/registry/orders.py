@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from stagemesh.rpc.errors import MeshError, Reason, invalid
+from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh_head.registry import messages
 from stagemesh_head.registry.book import Book
 from stagemesh_head.registry.effects import Happened, Send
 from stagemesh_head.registry.rows import ReplicaKey, ReplicaState
-from stagemesh_head.registry.state import Replica, StageEntry, StageKey, stage_of
+from stagemesh_head.registry.state import MAX_REPLICAS, Replica, StageEntry, StageKey, stage_of
 from stagemesh_head.registry.words import hint, pipeline_named
 
-MAX_REPLICAS = 10_000
 MAX_GRACE_S = 86_400.0
 
 
@@ -66,15 +68,34 @@ def scale_stage(book: Book, pipeline: str, stage: str, replicas: int, now: float
     if not 0 <= replicas <= MAX_REPLICAS:
         raise invalid("replicas", replicas, f"must be 0 to {MAX_REPLICAS}")
     entry = entry_of(book, pipeline, stage)
-    previous, entry.target, entry.is_scaled = entry.target, replicas, True
-    reason = f"the stage is scaled from {previous} to {replicas}"
+    previous = entry.target
+    entry.order, entry.is_order_own = entry.order + 1, True
+    _set_target(book, entry, replicas, f"the stage is scaled from {previous} to {replicas}", now)
+    return previous
+
+
+def recall_scaling(book: Book, told: Sequence[registry_pb.ScaledStage], now: float) -> None:
+    """A node tells what an earlier head was ordered. What this head was ordered itself is newer than that."""
+    for scaled in told:
+        entry = book.state.stages.get(StageKey(scaled.pipeline, scaled.stage))
+        if entry is None or scaled.order <= entry.order or scaled.configured != entry.configured:
+            continue
+        if entry.is_order_own:
+            entry.order = scaled.order + 1
+        else:
+            entry.order = scaled.order
+            reason = f"the stage was scaled to {scaled.replicas} before this head started, as its nodes tell"
+            _set_target(book, entry, scaled.replicas, reason, now)
+
+
+def _set_target(book: Book, entry: StageEntry, replicas: int, reason: str, now: float) -> None:
+    entry.target, entry.is_scaled = replicas, True
     book.effects.append(Happened("stage.scaled", "", entry.key.slot(0), reason=f"{entry.key}: {reason}"))
     surplus = [r for r in book.state.replicas.values() if stage_of(r.key) == entry.key and r.key.replica_id >= replicas]
     for replica in sorted(surplus, key=lambda r: r.key, reverse=True):
         if replica.drain_reason is None:
             send_away(book, replica, book.settings.drain_grace_s, reason, now)
     book.has_room_news = True
-    return previous
 
 
 def entry_of(book: Book, pipeline: str, stage: str) -> StageEntry:

@@ -17,6 +17,8 @@ from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh_head.registry.rows import ReplicaKey, ReplicaRow, ReplicaState
 
+MAX_REPLICAS = 10_000
+"""Of one stage."""
 MAX_MEMORIES = 100_000
 MAX_GONE = 10_000
 
@@ -61,6 +63,15 @@ class StageEntry:
     target: int
     is_scaled: bool = False
     """An operator set the target; nodes then bring no replicas beyond it."""
+    order: int = 0
+    """Number of that order; nodes remember it with the target, for a restarted head."""
+    is_order_own: bool = False
+    """This head was given it, and did not learn it from nodes."""
+
+    @property
+    def configured(self) -> int:
+        """The target of the pipeline file."""
+        return self.config.runtime.num_replicas
 
     def fits(self, revision: str) -> bool:
         """Whether a replica of another revision of the pipeline runs this very stage."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 
@@ -60,7 +60,7 @@ class HeadLink:
         """
         Args:
             target: host:port of the head.
-            hello: makes the introduction; `running` and `last_head_epoch` are filled in here.
+            hello: makes the introduction; `running`, `last_head_epoch` and `scaled` are filled in here.
             on_drain: the head wants the node to leave: grace in seconds, reason.
             on_joined: told whenever the node joins (True) and whenever it is cut off (False).
             give_up_after_s: seconds without a session after which `run` ends; None: never.
@@ -76,6 +76,7 @@ class HeadLink:
         self._lease: Lease | None = None
         """Of the last session."""
         self._head_epoch = ""
+        self._scaled: Sequence[registry_pb.ScaledStage] = ()
         self._leaving = asyncio.Event()
         self._farewell = ""
         self._said = ""
@@ -134,6 +135,7 @@ class HeadLink:
         """One session; returns why it ended, or None after a Goodbye."""
         hello = self._hello()
         hello.last_head_epoch = self._head_epoch
+        hello.scaled.extend(self._scaled)
         reports = self._supervisor.reports()
         hello.running.extend(report for report in reports if report.state != replica_pb.REPLICA_STATE_GONE)
         # What Hello leaves out is gone, to a head that knew it.
@@ -146,6 +148,7 @@ class HeadLink:
         finally:
             self._session = None
             self._lease = session.lease or self._lease
+            self._scaled = self._scaled if session.scaled is None else session.scaled
         return None
 
     def _joined(self, welcome: registry_pb.Welcome) -> None:

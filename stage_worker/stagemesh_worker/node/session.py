@@ -47,6 +47,8 @@ class Session:
     ) -> None:
         self.lease: Lease | None = None
         """Once the head has said Welcome."""
+        self.scaled: Sequence[registry_pb.ScaledStage] | None = None
+        """What the head's operators ordered, once it has answered a heartbeat; it is told to the next head."""
         self._stub = registry_rpc.RegistryServiceStub(channel)
         self._hello = hello
         self._supervisor = supervisor
@@ -168,6 +170,7 @@ class Session:
                     lease.answered(sequence)
                     self._answered = max(self._answered, sequence)
                     self._answer.set()
+                    self.scaled = message.heartbeat_ack.scaled
                     self._note_problems(message.heartbeat_ack.problems)
                     for number in [number for number in self._gone if number <= sequence]:
                         self._supervisor.forget_gone(self._gone.pop(number))

@@ -58,6 +58,25 @@ def test_head_killed_again_and_again_under_load_costs_no_reload_and_no_running_r
         assert resumed, "none was running when the head was killed"
 
 
+def test_a_scaled_stage_stays_scaled_when_the_head_is_restarted(tmp_path: Path) -> None:
+    times = ("--heartbeat-interval", "0.5", "--heartbeat-timeout", "3")
+    with processes(tmp_path, PIPELINE) as mesh:
+        head = mesh.start_head(*times)
+        mesh.start_worker("a")
+        mesh.ready(2)
+        with AdminClient(mesh.address) as admin:
+            admin.scale_stage("writer", 1)
+        eventually("one is left, and the node has heard of it", lambda: len(mesh.replicas()) == 1)
+        [before] = mesh.ready(1)
+        head.kill()
+        mesh.start_head(*times)
+        settled = time.monotonic() + 5
+        [after] = mesh.ready(1)
+        eventually("the time is over in which it waits for nodes", lambda: time.monotonic() > settled)
+        assert [row.report.pid for row in mesh.ready(1)] == [after.report.pid] == [before.report.pid]
+        assert mesh.missing() == []
+
+
 def test_every_node_restarted_in_turn_under_load_fails_no_request(tmp_path: Path) -> None:
     with processes(tmp_path, PIPELINE) as mesh:
         mesh.start_head()

@@ -154,6 +154,7 @@ class FakeNode:
         self.running.clear()
         self.session = None
         self.last_epoch = ""
+        self.scaled: list[registry_pb.ScaledStage] = []
 
     def hello_message(self, **changes: Any) -> registry_pb.Hello:
         """Its Hello."""
@@ -168,6 +169,7 @@ class FakeNode:
             "devices": self.devices,
             "running": list(self.running.values()),
             "last_head_epoch": self.last_epoch,
+            "scaled": self.scaled,
             **self.options,
             **changes,
         }
@@ -185,6 +187,8 @@ class FakeNode:
     def receive(self, message: registry_pb.JoinResponse) -> None:
         """Take a message: start what is assigned, stop what is revoked."""
         self.received.append(message)
+        if message.HasField("heartbeat_ack"):
+            self.scaled = list(message.heartbeat_ack.scaled)
         if message.HasField("assignment"):
             assignment = message.assignment
             ref = assignment.replica

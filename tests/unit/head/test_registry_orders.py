@@ -6,6 +6,7 @@ import pytest
 from registry_harness import FakeNode, World, pipeline, stage
 
 from stagemesh.rpc.errors import MeshError, Reason
+from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh_head.registry.rows import ReplicaKey, ReplicaState
 from stagemesh_head.registry.state import NodeState
@@ -208,6 +209,75 @@ def test_an_order_to_scale_outweighs_what_nodes_bring() -> None:
     scale(world, 1)
     node.set(ReplicaState.GONE, slot(1), slot(2)).beat()
     assert world.states() == {"writer/0": "READY"}
+
+
+@pytest.mark.parametrize("replicas", [0, 1, 4])
+def test_a_restarted_head_learns_from_its_nodes_what_was_scaled(replicas: int) -> None:
+    world = World(pipeline(stage("writer", 2)))
+    node = world.node("a", 4).join().ready()
+    scale(world, replicas)
+    node.beat().ready()
+    node.set(ReplicaState.GONE, *[key for key in node.running if key.replica_id >= replicas]).beat().ready()
+    before = world.states()
+    assert len(before) == replicas
+    world.restart_head()
+    node.join().beat()
+    world.node("b", 4).join()
+    for _ in range(20):
+        world.tick(1.0)
+        node.beat()
+    assert world.states() == before, "nothing more is started, and nothing less kept"
+    [event] = [event for event in world.events if event.type == "stage.scaled"]
+    assert event.reason.endswith(f"was scaled to {replicas} before this head started, as its nodes tell")
+
+
+def test_of_two_nodes_that_remember_different_orders_the_later_one_counts() -> None:
+    world = World(pipeline(stage("writer", 2)))
+    a, b = world.node("a", 4).join().ready(), world.node("b", 4).join()
+    scale(world, 1)
+    a.beat()
+    b.beat()
+    a.disconnect()
+    scale(world, 3)
+    b.beat()
+    world.restart_head()
+    a.join()
+    assert world.machine.entry_of("", "writer").target == 1
+    b.join()
+    assert world.machine.entry_of("", "writer").target == 3
+
+
+def test_an_order_to_the_new_head_counts_more_than_what_nodes_remember() -> None:
+    world = World(pipeline(stage("writer", 2)))
+    node = world.node("a", 4).join().ready()
+    for replicas in (1, 4, 3):
+        scale(world, replicas)
+    node.beat()
+    world.restart_head()
+    scale(world, 1)
+    node.join().beat()
+    assert world.machine.entry_of("", "writer").target == 1
+    world.restart_head()
+    node.join()
+    assert world.machine.entry_of("", "writer").target == 1, "and the node remembers it as the later one"
+
+
+def test_a_changed_number_in_the_file_counts_more_than_what_nodes_remember() -> None:
+    world = World(pipeline(stage("writer", 2)))
+    node = world.node("a", 4).join().ready()
+    scale(world, 1)
+    node.beat()
+    world.pipelines = (pipeline(stage("writer", 3)),)
+    world.restart_head()
+    node.join().beat()
+    assert world.machine.entry_of("", "writer").target == 3
+
+
+def test_a_scaling_out_of_bounds_is_refused_with_the_node() -> None:
+    world = World(pipeline(stage("writer", 2)))
+    told = [registry_pb.ScaledStage(pipeline="shapes", stage="writer", replicas=2**31, configured=2, order=1)]
+    with pytest.raises(MeshError, match=r"hello\.scaled\[0\]\.replicas"):
+        world.node("a").join(scaled=told)
 
 
 def test_scaling_below_zero_is_refused() -> None:
