@@ -42,6 +42,7 @@ __all__ = [
     "PipelineInfo",
     "Progress",
     "Reason",
+    "Reference",
     "RequestAborted",
     "RequestTimeout",
     "StageFailed",

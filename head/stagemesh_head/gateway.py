@@ -11,6 +11,7 @@ from stagemesh.v1 import header_pb2 as header_pb
 from stagemesh.v1 import inference_pb2_grpc as inference_rpc
 from stagemesh_head.links.calls import StageCalls
 from stagemesh_head.links.manager import LinkManager
+from stagemesh_head.links.outputs import OutputRelay
 from stagemesh_head.orchestration.catalogue import Catalogue
 from stagemesh_head.orchestration.orchestrator import PROGRESS_TIMEOUT_S, Orchestrator
 from stagemesh_head.orchestration.recovery import RecoveryLimits
@@ -49,7 +50,8 @@ class Gateway:
             pipelines, self.pools, recovery=recovery, progress_timeout_s=progress_timeout_s
         )
         self.calls = StageCalls(self.links, call_methods)
-        self._servicer = InferenceServicer(self.orchestrator, Catalogue(pipelines, self.pools, target), header)
+        catalogue = Catalogue(pipelines, self.pools, target)
+        self._servicer = InferenceServicer(self.orchestrator, OutputRelay(self.links), catalogue, header)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve InferenceService on `server`."""

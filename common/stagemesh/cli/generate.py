@@ -35,6 +35,12 @@ def generate(
         ),
     ] = None,
     negative: Annotated[str, typer.Option(help="What a picture must not show.")] = "",
+    media: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--media", "-m", metavar="FILE", help="Picture, sound or video for the prompt, or its URL; more than once."
+        ),
+    ] = None,
     system: Annotated[str, typer.Option(help="System message: the prompt becomes a chat.")] = "",
     pipeline: PipelineOption = "",
     head: HeadOption = DEFAULT_HEAD,
@@ -60,6 +66,7 @@ def generate(
     from stagemesh.cli.frames_json import JsonPrinter
     from stagemesh.cli.frames_shown import TerminalPrinter
     from stagemesh.cli.settings import parse_settings
+    from stagemesh.client.prompts import MediaInput
     from stagemesh.client.sync import Client
 
     if prompt == "-":
@@ -77,6 +84,7 @@ def generate(
             pipeline=description.name,
             outputs=outputs,
             negative=negative,
+            media=[MediaInput(source) for source in media or []],
             mode="final" if final else "delta",
             request_id=name,
         )

@@ -18,7 +18,8 @@ from stagemesh.client.connection import (
     add_sampling,
 )
 from stagemesh.client.errors import StageMeshError, from_call
-from stagemesh.client.frames import Frame
+from stagemesh.client.fetch import Fetch
+from stagemesh.client.frames import Frame, Reference
 from stagemesh.client.journey import Journey, RetryPolicy
 from stagemesh.client.pipelines import AbortResult, PipelineInfo, abort_result, pipeline_info
 from stagemesh.client.prompts import PromptLike, first_chunk, to_prompt
@@ -95,12 +96,17 @@ class AsyncClient:
         Leaving the iteration early cancels the request in every stage: at once with `contextlib.aclosing`, else as soon
         as the event loop finds the abandoned iterator.
         """
-        return self._frames(build_request(prompt, **options), sampling, timeout)
+        keeps = options.get("references", False)
+        return self._frames(build_request(prompt, **options), sampling, timeout, keeps)
 
     async def _frames(
-        self, request: inference_pb.GenerateRequest, sampling: SamplingByStage | None, timeout: float | None
+        self,
+        request: inference_pb.GenerateRequest,
+        sampling: SamplingByStage | None,
+        timeout: float | None,
+        keeps: bool,
     ) -> AsyncIterator[Frame]:
-        journey = self._connection.journey(request, timeout)
+        journey = self._connection.journey(request, timeout, keeps_references=keeps)
         add_sampling(request, sampling, await self._asked_pipeline(request.pipeline, journey, sampling))
         while True:
             message, remaining = journey.next_call()
@@ -109,7 +115,7 @@ class AsyncClient:
                 async for response in call:
                     frame = journey.accept(response)
                     if frame is not None:
-                        yield frame
+                        yield await self._here(frame, journey)
                 if journey.is_finished:
                     return
                 error = journey.ended_early()
@@ -143,8 +149,9 @@ class AsyncClient:
         An exception of `chunks` ends the request and is raised here.
         """
         rest = aiter(chunks)
+        keeps = options.get("references", False)
         request = build_request(first_chunk(await anext(rest, None)), **options)
-        journey = self._connection.journey(request, timeout)
+        journey = self._connection.journey(request, timeout, keeps_references=keeps)
         add_sampling(request, sampling, await self._asked_pipeline(request.pipeline, journey, sampling))
         failures: list[Exception] = []
 
@@ -162,7 +169,7 @@ class AsyncClient:
             async for response in call:
                 frame = journey.accept(response)
                 if frame is not None:
-                    yield frame
+                    yield await self._here(frame, journey)
         except grpc.RpcError as error:
             raise from_call(error, self.address) from None
         except asyncio.CancelledError:
@@ -173,6 +180,28 @@ class AsyncClient:
             call.cancel()
         if not journey.is_finished:
             raise journey.ended_early()
+
+    async def fetch(self, reference: Reference, *, timeout: float | None = None) -> Frame:
+        """Bring an output that stayed with its replica. See `Client.fetch`."""
+        fetch = Fetch(reference, self._connection.timeout_s if timeout is None else timeout)
+        while True:
+            message, remaining = fetch.next_call()
+            call = self._stub().FetchOutput(message, timeout=remaining)
+            try:
+                async for chunk in call:
+                    fetch.accept(chunk)
+                return fetch.result()
+            except grpc.RpcError as error:
+                delay = fetch.delay_after(from_call(error, self.address))
+            finally:
+                call.cancel()
+            await asyncio.sleep(delay)
+
+    async def _here(self, frame: Frame, journey: Journey) -> Frame:
+        """As `Client._here`."""
+        if isinstance(frame, Reference) and not journey.keeps_references:
+            return await self.fetch(frame, timeout=journey.time_left_s)
+        return frame
 
     async def abort(self, *request_ids: str, timeout: float = 2.0) -> list[AbortResult]:
         """Stop requests in every stage; waits up to `timeout` seconds for the stages' word."""

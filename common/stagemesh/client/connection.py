@@ -33,12 +33,20 @@ class Connection:
     retries: RetryPolicy = field(default_factory=RetryPolicy)
     security: Security = field(default_factory=Security.from_environment)
 
-    def journey(self, request: inference_pb.GenerateRequest, timeout_s: float | None) -> Journey:
+    def journey(
+        self, request: inference_pb.GenerateRequest, timeout_s: float | None, *, keeps_references: bool = False
+    ) -> Journey:
         """A request's way, from now."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         if not timeout_s > 0:
             raise invalid("timeout", timeout_s, "want seconds, above 0")
-        return Journey(request, timeout_s=timeout_s, policy=self.retries, clock=time.monotonic)
+        return Journey(
+            request,
+            timeout_s=timeout_s,
+            policy=self.retries,
+            clock=time.monotonic,
+            keeps_references=keeps_references,
+        )
 
 
 def add_sampling(

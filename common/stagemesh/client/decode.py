@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from google.protobuf import json_format
 
-from stagemesh.client.errors import InternalError, Unsupported
+from stagemesh.client.errors import InternalError
 from stagemesh.client.frames import (
     Audio,
     AudioChunk,
@@ -18,6 +18,7 @@ from stagemesh.client.frames import (
     Image,
     Media,
     Progress,
+    Reference,
     StageFinished,
     TensorFrame,
     TextDelta,
@@ -26,6 +27,7 @@ from stagemesh.client.frames import (
     Usage,
     Video,
 )
+from stagemesh.references import reference_in
 from stagemesh.rpc.errors import Reason
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
@@ -51,11 +53,14 @@ def decode(response: inference_pb.GenerateResponse | inference_pb.GenerateIntera
         )
     frame = response.frame
     common |= {"stage": frame.stage, "replica_id": frame.replica_id}
+    if (ref := reference_in(frame)) is not None:
+        return _reference(frame, ref, common)
     match frame.WhichOneof("content"):
         case "text":
             return _text(frame.text, common)
         case "progress":
-            preview = _media(frame.progress.preview, common) if frame.progress.HasField("preview") else None
+            has_preview = frame.progress.HasField("preview") and not frame.progress.preview.HasField("ref")
+            preview = _media(frame.progress.preview, common) if has_preview else None
             return Progress(**common, step=frame.progress.step, total_steps=frame.progress.total_steps, preview=preview)
         case "media":
             return _media(frame.media, common)
@@ -63,16 +68,14 @@ def decode(response: inference_pb.GenerateResponse | inference_pb.GenerateIntera
             chunk = frame.audio_chunk
             return AudioChunk(
                 **common,
-                samples=_array(chunk.samples),
+                samples=_array(chunk.samples.inline),
                 sample_rate_hz=chunk.sample_rate_hz,
                 offset_samples=chunk.offset_samples,
                 last=chunk.last,
             )
         case "tensor":
-            value = frame.tensor.value
-            return TensorFrame(
-                **common, name=frame.tensor.name, dtype=value.inline.dtype or value.ref.dtype, array=_array(value)
-            )
+            inline = frame.tensor.value.inline
+            return TensorFrame(**common, name=frame.tensor.name, dtype=inline.dtype, array=_array(inline))
         case "stage_finished":
             return _stage_finished(frame.stage_finished, common)
     raise InternalError(
@@ -93,13 +96,12 @@ def _text(delta: frame_pb.TextDelta, common: Mapping[str, Any]) -> TextDelta:
     )
 
 
-def _media(media: frame_pb.MediaOutput, common: Mapping[str, Any]) -> Media:
-    if media.HasField("ref"):
-        raise _by_reference(media.ref)
+def _media(media: frame_pb.MediaOutput, common: Mapping[str, Any], data: bytes | None = None) -> Media:
+    """A file; `data` are its bytes when they are not in the message."""
     fields: dict[str, Any] = {
         **common,
         "mime_type": media.mime_type,
-        "data": media.data,
+        "data": media.data if data is None else data,
         "index": media.index,
         "seed": media.seed if media.HasField("seed") else None,
     }
@@ -113,20 +115,47 @@ def _media(media: frame_pb.MediaOutput, common: Mapping[str, Any]) -> Media:
     return Media(**fields)
 
 
-def _array(value: tensor_pb.TensorValue) -> np.ndarray:
-    """A read-only view of the tensor's bytes."""
-    if value.WhichOneof("value") == "ref":
-        raise _by_reference(value.ref)
-    dtype = np.dtype(_NOT_NUMPY.get(value.inline.dtype, value.inline.dtype)).newbyteorder("<")
-    return np.frombuffer(value.inline.data, dtype).reshape(tuple(value.inline.shape))
+def _array(tensor: tensor_pb.Tensor) -> np.ndarray:
+    """A read-only view of an inline tensor's bytes."""
+    return _view(tensor.data, tensor.dtype, tensor.shape)
 
 
-def _by_reference(ref: tensor_pb.TensorRef) -> Unsupported:
-    return Unsupported(
-        Reason.UNSUPPORTED,
-        f"an output of {ref.size_bytes} bytes stayed with its replica at {ref.endpoint}: too large for a response",
-        endpoint=ref.endpoint,
+def _view(data: Any, dtype: str, shape: Sequence[int]) -> np.ndarray:
+    array = np.frombuffer(data, np.dtype(_NOT_NUMPY.get(dtype, dtype)).newbyteorder("<")).reshape(tuple(shape))
+    array.flags.writeable = False
+    return array
+
+
+def _reference(frame: frame_pb.Frame, ref: tensor_pb.TensorRef, common: Mapping[str, Any]) -> Reference:
+    kind = frame.WhichOneof("content") or ""
+    return Reference(
+        **common,
+        kind=enum_word(frame_pb.Modality, frame.media.modality) if kind == "media" else kind,
+        name=frame.tensor.name,
+        index=frame.media.index,
+        dtype=ref.dtype,
+        shape=tuple(ref.shape),
         size_bytes=ref.size_bytes,
+        message=frame,
+    )
+
+
+def complete(reference: Reference, data: np.ndarray) -> Frame:
+    """The frame that a reference stands for, from its bytes (uint8)."""
+    frame = reference.message
+    common = {name: getattr(reference, name) for name in ("request_id", "sequence", "stage", "replica_id")}
+    if frame.HasField("media"):
+        return _media(frame.media, common, data.tobytes())
+    array = _view(data, reference.dtype, reference.shape)
+    if frame.HasField("tensor"):
+        return TensorFrame(**common, name=reference.name, dtype=reference.dtype, array=array)
+    chunk = frame.audio_chunk
+    return AudioChunk(
+        **common,
+        samples=array,
+        sample_rate_hz=chunk.sample_rate_hz,
+        offset_samples=chunk.offset_samples,
+        last=chunk.last,
     )
 
 

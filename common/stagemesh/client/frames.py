@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image as PillowImage
 
+    from stagemesh.v1 import frame_pb2 as frame_pb
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
@@ -170,6 +172,28 @@ class TensorFrame(Frame):
     dtype: str
     """Element type as the stage names it. `bfloat16`, which NumPy lacks, arrives as its bits in uint16."""
     array: np.ndarray = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference(Frame):
+    """A large output that stayed with its replica; the client's `fetch` brings it.
+
+    It is good while its request runs and for a minute after its end.
+    """
+
+    kind: str
+    """What `fetch` returns: tensor, image, audio, video or audio_chunk."""
+    dtype: str
+    """Element type; uint8 for a file."""
+    shape: tuple[int, ...]
+    """A file's is its length."""
+    size_bytes: int
+    name: str = ""
+    """Of a tensor."""
+    index: int = 0
+    """Of a file: which of several outputs of the stage, from 0."""
+    message: frame_pb.Frame = field(repr=False)
+    """As it came from the head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

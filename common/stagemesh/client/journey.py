@@ -20,7 +20,7 @@ from stagemesh.client.errors import (
     Unavailable,
     Unreachable,
 )
-from stagemesh.client.frames import Finished, Frame, Media, StageFinished, TextDelta
+from stagemesh.client.frames import Finished, Frame, Media, Reference, StageFinished, TextDelta
 from stagemesh.rpc.errors import Reason
 from stagemesh.v1 import inference_pb2 as inference_pb
 
@@ -39,7 +39,7 @@ class RetryPolicy:
 
 
 @dataclass(slots=True)
-class _Received:
+class _StageSoFar:
     """What came of one stage."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -59,6 +59,7 @@ class Journey:
         policy: RetryPolicy,
         clock: Callable[[], float],
         jitter: Callable[[], float] = random.random,
+        keeps_references: bool = False,
     ) -> None:
         self._request = request
         self._timeout_s = timeout_s
@@ -66,7 +67,7 @@ class Journey:
         self._clock = clock
         self._jitter = jitter
         self._deadline = clock() + timeout_s
-        self._stages: dict[str, _Received] = {}
+        self._stages: dict[str, _StageSoFar] = {}
         self._sequence = 0
         self._has_several_completions = False
         self._last_frame_at = 0.0
@@ -74,12 +75,20 @@ class Journey:
         self._retries = 0
         self._resumes_in_a_row = 0
         self.is_finished = False
+        self.keeps_references = keeps_references
+        """Outputs that stayed with their replicas are left there."""
 
-    def next_call(self) -> tuple[inference_pb.GenerateRequest, float]:
-        """The message to send now, and the call's timeout in seconds. Raises RequestTimeout."""
+    @property
+    def time_left_s(self) -> float:
+        """Seconds until the request's deadline. Raises RequestTimeout when it has passed."""
         remaining = self._deadline - self._clock()
         if remaining <= 0:
             raise self._timed_out()
+        return remaining
+
+    def next_call(self) -> tuple[inference_pb.GenerateRequest, float]:
+        """The message to send now, and the call's timeout in seconds. Raises RequestTimeout."""
+        remaining = self.time_left_s
         if self._sequence:
             self._request.resume.CopyFrom(self._resume_point())
         return self._request, remaining
@@ -93,14 +102,14 @@ class Journey:
         if isinstance(frame, Finished):
             self.is_finished = True
             return frame
-        stage = self._stages.setdefault(frame.stage, _Received())
+        stage = self._stages.setdefault(frame.stage, _StageSoFar())
         if isinstance(frame, TextDelta):
             if frame.index:
                 self._has_several_completions = True
             else:
                 stage.token_ids.extend(frame.token_ids)
                 stage.text.append(frame.text)
-        elif isinstance(frame, Media):
+        elif isinstance(frame, Media) or (isinstance(frame, Reference) and frame.message.HasField("media")):
             if frame.index in stage.media:
                 return None
             stage.media.add(frame.index)

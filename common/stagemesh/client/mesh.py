@@ -22,7 +22,7 @@ from typing import Any, Self, Unpack
 from stagemesh.client.admin import AdminClient, ReplicaCall
 from stagemesh.client.aio import AsyncClient
 from stagemesh.client.errors import NotFound, RequestTimeout, StageMeshError, Unreachable
-from stagemesh.client.frames import Frame
+from stagemesh.client.frames import Frame, Reference
 from stagemesh.client.pipelines import AbortResult, PipelineInfo, StageInfo
 from stagemesh.client.prompts import PromptLike
 from stagemesh.client.requests import RequestOptions
@@ -177,6 +177,10 @@ class Mesh(_Embedded):
         """As `Client.generate`."""
         return self.client.generate(prompt, sampling=sampling, timeout=timeout, **options)
 
+    def fetch(self, reference: Reference, *, timeout: float | None = None) -> Frame:
+        """As `Client.fetch`."""
+        return self.client.fetch(reference, timeout=timeout)
+
     def abort(self, *request_ids: str, timeout: float = 2.0) -> list[AbortResult]:
         """As `Client.abort`."""
         return self.client.abort(*request_ids, timeout=timeout)
@@ -252,6 +256,10 @@ class AsyncMesh(_Embedded):
     ) -> AsyncIterator[Frame]:
         """As `AsyncClient.generate`."""
         return self.client.generate(prompt, sampling=sampling, timeout=timeout, **options)
+
+    async def fetch(self, reference: Reference, *, timeout: float | None = None) -> Frame:
+        """As `AsyncClient.fetch`."""
+        return await self.client.fetch(reference, timeout=timeout)
 
     async def abort(self, *request_ids: str, timeout: float = 2.0) -> list[AbortResult]:
         """As `AsyncClient.abort`."""

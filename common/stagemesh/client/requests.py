@@ -49,6 +49,9 @@ class RequestOptions(TypedDict, total=False):
     """Weight of the adapter; None is 1."""
     cache_salt: str
     """Separates prefix caches of tenants."""
+    references: bool
+    """Leave large outputs with their replicas: they come as a `Reference`, which `fetch` brings. Else they are fetched
+    as they come."""
 
 
 def build_request(
@@ -66,8 +69,9 @@ def build_request(
     lora_scale: float | None = None,
     cache_salt: str = "",
     request_id: str | None = None,
+    references: bool = False,
 ) -> inference_pb.GenerateRequest:
-    """A request without its sampling parameters; `RequestOptions` explains the rest.
+    """A request without its sampling parameters; `RequestOptions` explains the rest. `references` is the client's own.
 
     Raises:
         InvalidRequest: naming the argument.

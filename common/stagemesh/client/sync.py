@@ -18,7 +18,8 @@ from stagemesh.client.connection import (
     add_sampling,
 )
 from stagemesh.client.errors import StageMeshError, from_call
-from stagemesh.client.frames import Frame
+from stagemesh.client.fetch import Fetch
+from stagemesh.client.frames import Frame, Reference
 from stagemesh.client.journey import Journey, RetryPolicy
 from stagemesh.client.pipelines import AbortResult, PipelineInfo, abort_result, pipeline_info
 from stagemesh.client.prompts import PromptLike, first_chunk, to_prompt
@@ -110,8 +111,9 @@ class Client:
         Raises:
             StageMeshError: see `stagemesh.client.errors`; wrong arguments at once, the rest while iterating.
         """
+        keeps = options.get("references", False)
         request = build_request(prompt, **options)
-        journey = self._connection.journey(request, timeout)
+        journey = self._connection.journey(request, timeout, keeps_references=keeps)
         add_sampling(request, sampling, self._asked_pipeline(request.pipeline, journey, sampling))
         return self._frames(journey)
 
@@ -132,7 +134,7 @@ class Client:
                 for response in call:
                     frame = journey.accept(response)
                     if frame is not None:
-                        yield frame
+                        yield self._here(frame, journey)
                 if journey.is_finished:
                     return
                 error = journey.ended_early()
@@ -156,8 +158,9 @@ class Client:
         breaks is not taken up, since what `chunks` gave cannot be had again.
         """
         rest = iter(chunks)
+        keeps = options.get("references", False)
         request = build_request(first_chunk(next(rest, None)), **options)
-        journey = self._connection.journey(request, timeout)
+        journey = self._connection.journey(request, timeout, keeps_references=keeps)
         add_sampling(request, sampling, self._asked_pipeline(request.pipeline, journey, sampling))
         return self._interactive_frames(request, rest, journey)
 
@@ -174,13 +177,40 @@ class Client:
             for response in call:
                 frame = journey.accept(response)
                 if frame is not None:
-                    yield frame
+                    yield self._here(frame, journey)
         except grpc.RpcError as error:
             raise from_call(error, self.address) from None
         finally:
             call.cancel()
         if not journey.is_finished:
             raise journey.ended_early()
+
+    def fetch(self, reference: Reference, *, timeout: float | None = None) -> Frame:
+        """Bring an output that stayed with its replica: the `TensorFrame`, `Media` or `AudioChunk` it stands for.
+
+        Raises:
+            NotFound: its time is over, or its replica is gone.
+            StageMeshError: see `stagemesh.client.errors`.
+        """
+        fetch = Fetch(reference, self._connection.timeout_s if timeout is None else timeout)
+        while True:
+            message, remaining = fetch.next_call()
+            call = self._stub.FetchOutput(message, timeout=remaining)
+            try:
+                for chunk in call:
+                    fetch.accept(chunk)
+                return fetch.result()
+            except grpc.RpcError as error:
+                delay = fetch.delay_after(from_call(error, self.address))
+            finally:
+                call.cancel()
+            time.sleep(delay)
+
+    def _here(self, frame: Frame, journey: Journey) -> Frame:
+        """The frame with its bytes, unless the request said to leave them."""
+        if isinstance(frame, Reference) and not journey.keeps_references:
+            return self.fetch(frame, timeout=journey.time_left_s)
+        return frame
 
     def abort(self, *request_ids: str, timeout: float = 2.0) -> list[AbortResult]:
         """Stop requests in every stage; waits up to `timeout` seconds for the stages' word."""

@@ -8,7 +8,7 @@ has no meaning here is collected, for one warning that names it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from stagemesh.config.errors import ConfigError, suggest
 from stagemesh.config.foreign import (
@@ -20,7 +20,7 @@ from stagemesh.config.foreign import (
     RENAMED,
     left_out,
 )
-from stagemesh.config.model import Runtime, Stage
+from stagemesh.config.model import MediaKind, Runtime, Stage
 from stagemesh.config.origins import Origins, Path, Tree, show_path
 from stagemesh.config.sampling import known_parameters
 from stagemesh.config.shape import MAPPINGS
@@ -91,6 +91,8 @@ def _stage(raw: Mapping[str, Any], index: int, ignored: list[str]) -> dict[str, 
     if runtime.get("process") is False:
         ignored.append(f"{at}.runtime.process (a replica is always a process of its own)")
         del runtime["process"]
+    if runtime.pop("requires_multimodal_data", False) is True:
+        stage.setdefault("media_inputs", list(get_args(MediaKind)))
     known = Runtime.model_fields
     foreign = {key: "" for key in runtime if key not in known and not suggest(key, known)}
     _leave_out(runtime, {**foreign, **MEANINGLESS_RUNTIME}, f"{at}.runtime", ignored)

@@ -46,7 +46,6 @@ MEANINGLESS_RUNTIME: Mapping[str, str] = {
     "max_inflight": "see limits.max_inflight",
     "connectors": "stages exchange tensors by reference",
     "connector_config": "",
-    "requires_multimodal_data": "",
 }
 """Keys of `runtime`, of a stage or of the file."""
 

@@ -18,6 +18,7 @@ from stagemesh.names import LABEL, LABEL_WORDS
 ENGINE_BY_TYPE = {"llm": "vllm", "diffusion": "diffusion"}
 OUTPUT_BY_TYPE = {"llm": "text", "diffusion": "image"}
 OutputType = Literal["text", "image", "audio", "video", "latent"]
+MediaKind = Literal["image", "audio", "video"]
 EdgeMode = Literal["whole", "stream"]
 
 
@@ -122,6 +123,8 @@ class Stage(_Frozen):
     """How it reads them: a built-in adapter or the path of your own; by type when unset."""
     adapter_args: dict[str, Any] = Field(default_factory=dict)
     """Options of the adapter, such as `template`."""
+    media_inputs: tuple[MediaKind, ...] = ("image", "audio", "video")
+    """Kinds of a request's media that it gets. In a file: none for a stage that reads others, when unset."""
     final_output: bool = False
     """Its output goes to the client. In a file: true for stages that nobody reads."""
     final_output_type: OutputType = "text"

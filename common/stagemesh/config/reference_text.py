@@ -51,12 +51,14 @@ FILLED_IN = """
 | `name` of a stage | `stage-` and its id |
 | `engine` | `vllm` for `llm`, `diffusion` for `diffusion`; another `stage_type` must name its engine |
 | `inputs` | the stage before; none for the first. Names or ids; `[]` reads the prompt |
+| `media_inputs` | all kinds for a stage that reads no other; none for one that does |
 | `final_output` | true for stages that nobody reads |
 | `final_output_type` | `text` for `llm`, `image` for `diffusion` |
 
-`model` and the paths of `lora_modules` are relative to the file that they are written in. A name that is no path
-there, such as `org/model`, stays as it is. `input_adapter` is `prompt`, `text`, `chat`, `tokens`, `embeds`,
-`diffusion`, or code of your own. The stages must form a graph without cycles.
+`model`, the paths of `lora_modules`, and `lora_path` and `allowed_local_media_path` of `engine_args` are relative
+to the file that they are written in. A name that is no path there, such as `org/model`, stays as it is.
+`input_adapter` is `prompt`, `text`, `chat`, `tokens`, `embeds`, `diffusion`, or code of your own. The stages must
+form a graph without cycles.
 
 Code of your own (`engine`, `input_adapter`, `prompt_expand`) is named by `package.module:name` of what is installed
 where it runs, or by `file.py:name`, with the file relative to the one that names it, as for `model`. It is looked up

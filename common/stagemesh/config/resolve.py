@@ -11,6 +11,8 @@ from stagemesh.config.dotted import code_file
 from stagemesh.config.errors import ConfigError
 from stagemesh.config.origins import DEFAULT, Path, Tree
 
+PATH_ARGUMENTS = ("lora_path", "allowed_local_media_path")
+"""Engine arguments that are paths."""
 _SURELY_A_PATH = ("./", "../", "~/")
 _HALVES = ("is_prefill_only", "is_decode_only")
 CODE_FIELDS = ("engine", "input_adapter", "prompt_expand")
@@ -51,13 +53,15 @@ def resolve(tree: Tree, file: FilePath) -> Tree:
             inputs = [inputs]
         if isinstance(inputs, list):
             stage["inputs"] = [_input_name(one, names) for one in inputs]
+        if stage["inputs"] and not stage.get("is_decode_only"):
+            fill(index, "media_inputs", [])
         needs_whole = stage.get("stage_type", "llm") == "diffusion" or any(stage.get(half) for half in _HALVES)
         if streams is not None and stage["inputs"] and not needs_whole:
             fill(index, "edge", "stream" if streams else "whole")
         _make_paths_absolute(stage, ("stages", index), Tree(data, origins), file)
     prefill, decode = (next((i for i, stage in enumerate(stages) if stage.get(half)), None) for half in _HALVES)
     if prefill is not None and decode is not None:
-        for key in ("input_adapter", "adapter_args"):  # both read the same prompt
+        for key in ("input_adapter", "adapter_args", "media_inputs"):  # both read the same prompt
             if key in stages[prefill]:
                 fill(decode, key, stages[prefill][key])
     read = [name for stage in stages if isinstance(stage["inputs"], list) for name in stage["inputs"]]
@@ -102,10 +106,14 @@ def _make_paths_absolute(stage: dict[str, Any], at: Path, tree: Tree, file: File
     stage["model"] = absolute(stage.get("model", ""), (*at, "model"))
     if not stage["model"]:
         del stage["model"]
-    modules = stage.get("lora_modules")
     for key in CODE_FIELDS:
         in_file = code_file(code) if isinstance(code := stage.get(key), str) else None
         if in_file is not None:
             stage[key] = f"{(folder_of((*at, key)) / in_file[0]).resolve()}:{in_file[1]}"
-    if isinstance(modules, dict):
-        stage["lora_modules"] = {name: absolute(path, (*at, "lora_modules", name)) for name, path in modules.items()}
+    for field, names in (("lora_modules", None), ("engine_args", PATH_ARGUMENTS)):
+        values = stage.get(field)
+        if isinstance(values, dict):
+            stage[field] = {
+                name: absolute(value, (*at, field, name)) if names is None or name in names else value
+                for name, value in values.items()
+            }

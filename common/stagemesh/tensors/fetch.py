@@ -9,35 +9,25 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 
 import grpc
-import numpy as np
 from google.protobuf.message import DecodeError
 
 from stagemesh.rpc.errors import MeshError, Reason, invalid
-from stagemesh.rpc.options import open_channel
+from stagemesh.rpc.options import open_bulk_channel
 from stagemesh.tensors import segments
-from stagemesh.tensors.checksum import crc32
 from stagemesh.tensors.chunks import decode_chunk
-from stagemesh.tensors.codec import Array, decode, from_buffer, size_bytes
+from stagemesh.tensors.codec import Array, decode, from_buffer
+from stagemesh.tensors.received import MAX_TENSOR_BYTES, Received, check_size
 from stagemesh.tensors.service import FETCH_METHOD
 from stagemesh.v1 import tensor_pb2 as tensor_pb
 from stagemesh.v1 import tensor_pb2_grpc as tensor_grpc
 
-MAX_TENSOR_BYTES = 4 << 30
-"""Largest tensor that is fetched (4 GiB): a wrong reference must not take all memory."""
 ATTEMPTS = 4
 """Streams opened for one tensor; each goes on where the one before broke."""
 PROGRESS_S = 30.0
 """A stream that brings nothing for so long counts as broken, in seconds."""
 MAX_CHANNELS = 64
 """Connections to owners kept open."""
-BULK_OPTIONS = (("grpc.http2.max_frame_size", 1 << 20),)
-"""Frames of up to 1 MiB instead of 16 KiB: a seventh less CPU a byte on the receiving side."""
 _FIRST_BACKOFF_S = 0.1
-
-
-def open_bulk_channel(target: str) -> grpc.aio.Channel:
-    """A channel with a connection of its own, for bulk: it delays nobody's control messages."""
-    return open_channel(target, own_connection=True, extra=BULK_OPTIONS)
 
 
 class TensorResolver:
@@ -79,11 +69,7 @@ class TensorResolver:
 
     async def resolve_ref(self, ref: tensor_pb.TensorRef) -> Array:
         """As `resolve`, for a reference."""
-        size = size_bytes(ref.dtype, ref.shape)
-        if size != ref.size_bytes:
-            raise invalid("tensor.size_bytes", ref.size_bytes, f"{ref.dtype} {list(ref.shape)} takes {size} bytes")
-        if size > self._max_bytes:
-            raise invalid("tensor.size_bytes", size, f"at most {self._max_bytes} are fetched")
+        check_size(ref, self._max_bytes)
         mapped = self._map(ref)
         return mapped if mapped is not None else await self._fetch(ref)
 
@@ -114,8 +100,7 @@ class TensorResolver:
         return from_buffer(mapping, ref.dtype, ref.shape)
 
     async def _fetch(self, ref: tensor_pb.TensorRef) -> Array:
-        buffer: Array = np.empty(ref.size_bytes, dtype=np.uint8)
-        received = _Received(buffer)
+        received = Received(ref, ref.endpoint)
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 async with self._channel(ref.endpoint) as channel:
@@ -125,17 +110,9 @@ class TensorResolver:
                 if not error.retryable or attempt == ATTEMPTS:
                     raise
             await asyncio.sleep(random.uniform(0, _FIRST_BACKOFF_S * 2**attempt))
-        expected = received.expected if received.expected is not None else ref.crc32
-        if received.crc32 != expected:
-            raise MeshError(
-                Reason.TENSOR_CORRUPT,
-                f"tensor {ref.key!r} from {ref.endpoint}: CRC-32 is {received.crc32:08x}, not {expected:08x}",
-                key=ref.key,
-                endpoint=ref.endpoint,
-            )
-        return from_buffer(buffer, ref.dtype, ref.shape)
+        return from_buffer(received.verified(), ref.dtype, ref.shape)
 
-    async def _stream(self, channel: grpc.aio.Channel, ref: tensor_pb.TensorRef, received: _Received) -> None:
+    async def _stream(self, channel: grpc.aio.Channel, ref: tensor_pb.TensorRef, received: Received) -> None:
         request = tensor_pb.FetchTensorRequest(
             key=ref.key, owner_incarnation=ref.owner_incarnation, offset_bytes=received.size
         )
@@ -147,7 +124,7 @@ class TensorResolver:
         try:
             async with asyncio.timeout(self._progress_s) as deadline:
                 async for message in call:
-                    received.add(*decode_chunk(message), ref.key)
+                    received.add(*decode_chunk(message))
                     deadline.reschedule(loop.time() + self._progress_s)
         except DecodeError as error:
             raise MeshError(Reason.TENSOR_CORRUPT, f"{ref.endpoint} sent what is no chunk: {error}") from error
@@ -157,8 +134,7 @@ class TensorResolver:
             raise MeshError.from_rpc_error(error) from error
         finally:
             call.cancel()
-        if received.missing:
-            raise MeshError(Reason.UNREACHABLE, f"{ref.endpoint} ended {received.missing} bytes early", key=ref.key)
+        received.check_end()
 
     @contextlib.asynccontextmanager
     async def _channel(self, endpoint: str) -> AsyncIterator[grpc.aio.Channel]:
@@ -176,25 +152,3 @@ class TensorResolver:
                 if len(self._channels) <= MAX_CHANNELS:
                     break
                 await self._channels.pop(other).close()
-
-
-class _Received:
-    """The bytes of a tensor so far, with their running CRC-32."""
-
-    def __init__(self, buffer: Array) -> None:
-        self._view = buffer.data
-        self.size = 0
-        self.crc32 = 0
-        self.expected: int | None = None
-
-    @property
-    def missing(self) -> int:
-        return len(self._view) - self.size
-
-    def add(self, data: memoryview, expected: int | None, key: str) -> None:
-        if len(data) > self.missing:
-            raise MeshError(Reason.TENSOR_CORRUPT, f"tensor {key!r} is longer than its reference says", key=key)
-        self._view[self.size : self.size + len(data)] = data
-        self.size += len(data)
-        self.crc32 = crc32(data, self.crc32)
-        self.expected = expected if expected is not None else self.expected

@@ -15,6 +15,7 @@ import stagemesh.v1.header_pb2
 import stagemesh.v1.pipeline_pb2
 import stagemesh.v1.prompt_pb2
 import stagemesh.v1.sampling_pb2
+import stagemesh.v1.tensor_pb2
 import sys
 import typing
 
@@ -440,6 +441,55 @@ class GenerateInteractiveResponse(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["frame", "finished"] | None: ...
 
 Global___GenerateInteractiveResponse: typing_extensions.TypeAlias = GenerateInteractiveResponse
+
+@typing.final
+class FetchOutputRequest(google.protobuf.message.Message):
+    """FetchOutputRequest asks for one output."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REF_FIELD_NUMBER: builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: builtins.int
+    offset_bytes: builtins.int
+    """First byte wanted, to go on after a broken stream."""
+    @property
+    def ref(self) -> stagemesh.v1.tensor_pb2.TensorRef:
+        """The reference as the frame had it."""
+
+    def __init__(
+        self,
+        *,
+        ref: stagemesh.v1.tensor_pb2.TensorRef | None = ...,
+        offset_bytes: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["ref", b"ref"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["offset_bytes", b"offset_bytes", "ref", b"ref"]) -> None: ...
+
+Global___FetchOutputRequest: typing_extensions.TypeAlias = FetchOutputRequest
+
+@typing.final
+class FetchOutputResponse(google.protobuf.message.Message):
+    """FetchOutputResponse is one chunk; its fields are those of FetchTensorResponse."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: builtins.int
+    CRC32_FIELD_NUMBER: builtins.int
+    data: builtins.bytes
+    """The next bytes."""
+    crc32: builtins.int
+    """CRC-32 (IEEE) of all bytes, those before `offset_bytes` included. In the last chunk only."""
+    def __init__(
+        self,
+        *,
+        data: builtins.bytes = ...,
+        crc32: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_crc32", b"_crc32", "crc32", b"crc32"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "data", b"data"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_crc32", b"_crc32"]) -> typing.Literal["crc32"] | None: ...
+
+Global___FetchOutputResponse: typing_extensions.TypeAlias = FetchOutputResponse
 
 @typing.final
 class AbortRequestRequest(google.protobuf.message.Message):

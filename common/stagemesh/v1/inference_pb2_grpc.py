@@ -50,6 +50,11 @@ class InferenceServiceStub(object):
                 request_serializer=stagemesh_dot_v1_dot_inference__pb2.AbortRequestRequest.SerializeToString,
                 response_deserializer=stagemesh_dot_v1_dot_inference__pb2.AbortRequestResponse.FromString,
                 _registered_method=True)
+        self.FetchOutput = channel.unary_stream(
+                '/stagemesh.v1.InferenceService/FetchOutput',
+                request_serializer=stagemesh_dot_v1_dot_inference__pb2.FetchOutputRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_v1_dot_inference__pb2.FetchOutputResponse.FromString,
+                _registered_method=True)
         self.ListPipelines = channel.unary_unary(
                 '/stagemesh.v1.InferenceService/ListPipelines',
                 request_serializer=stagemesh_dot_v1_dot_inference__pb2.ListPipelinesRequest.SerializeToString,
@@ -69,6 +74,8 @@ class InferenceServiceServicer(object):
     def Generate(self, request, context):
         """Generate sends one request through a pipeline and streams its outputs.
         The stream ends with a RequestFinished, or with a status whose ErrorInfo says why. Cancelling the call aborts the request.
+        A request of more than 64 MiB never reaches the head: gRPC refuses it with RESOURCE_EXHAUSTED and without ErrorInfo.
+        That is no overload, and another try fails too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,6 +91,16 @@ class InferenceServiceServicer(object):
 
     def AbortRequest(self, request, context):
         """AbortRequest stops requests in every stage and answers when the stages confirmed, or at the timeout.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchOutput(self, request, context):
+        """FetchOutput streams the bytes of an output that a frame brought by reference, in order, in chunks of about 256 KiB.
+        The head brings them from the replica that keeps them, so that clients need to reach the head alone. A reference
+        is good while its request runs and for a minute after its end; who holds it may fetch it, as often as wanted.
+        NOT_FOUND / TENSOR_GONE once it is over, or when the replica is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,6 +137,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.AbortRequest,
                     request_deserializer=stagemesh_dot_v1_dot_inference__pb2.AbortRequestRequest.FromString,
                     response_serializer=stagemesh_dot_v1_dot_inference__pb2.AbortRequestResponse.SerializeToString,
+            ),
+            'FetchOutput': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchOutput,
+                    request_deserializer=stagemesh_dot_v1_dot_inference__pb2.FetchOutputRequest.FromString,
+                    response_serializer=stagemesh_dot_v1_dot_inference__pb2.FetchOutputResponse.SerializeToString,
             ),
             'ListPipelines': grpc.unary_unary_rpc_method_handler(
                     servicer.ListPipelines,
@@ -214,6 +236,33 @@ class InferenceService(object):
             '/stagemesh.v1.InferenceService/AbortRequest',
             stagemesh_dot_v1_dot_inference__pb2.AbortRequestRequest.SerializeToString,
             stagemesh_dot_v1_dot_inference__pb2.AbortRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchOutput(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/stagemesh.v1.InferenceService/FetchOutput',
+            stagemesh_dot_v1_dot_inference__pb2.FetchOutputRequest.SerializeToString,
+            stagemesh_dot_v1_dot_inference__pb2.FetchOutputResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -73,6 +73,22 @@ _InferenceServiceAbortRequestType = typing_extensions.TypeVar(
     ],
 )
 
+_InferenceServiceFetchOutputType = typing_extensions.TypeVar(
+    '_InferenceServiceFetchOutputType',
+    grpc.UnaryStreamMultiCallable[
+        stagemesh.v1.inference_pb2.FetchOutputRequest,
+        stagemesh.v1.inference_pb2.FetchOutputResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        stagemesh.v1.inference_pb2.FetchOutputRequest,
+        stagemesh.v1.inference_pb2.FetchOutputResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        stagemesh.v1.inference_pb2.FetchOutputRequest,
+        stagemesh.v1.inference_pb2.FetchOutputResponse,
+    ],
+)
+
 _InferenceServiceListPipelinesType = typing_extensions.TypeVar(
     '_InferenceServiceListPipelinesType',
     grpc.UnaryUnaryMultiCallable[
@@ -105,7 +121,7 @@ _InferenceServiceGetPipelineType = typing_extensions.TypeVar(
     ],
 )
 
-class InferenceServiceStub(typing.Generic[_InferenceServiceGenerateType, _InferenceServiceGenerateInteractiveType, _InferenceServiceAbortRequestType, _InferenceServiceListPipelinesType, _InferenceServiceGetPipelineType]):
+class InferenceServiceStub(typing.Generic[_InferenceServiceGenerateType, _InferenceServiceGenerateInteractiveType, _InferenceServiceAbortRequestType, _InferenceServiceFetchOutputType, _InferenceServiceListPipelinesType, _InferenceServiceGetPipelineType]):
     """InferenceService is what clients call."""
 
     @typing.overload
@@ -121,6 +137,10 @@ class InferenceServiceStub(typing.Generic[_InferenceServiceGenerateType, _Infere
         grpc.UnaryUnaryMultiCallable[
             stagemesh.v1.inference_pb2.AbortRequestRequest,
             stagemesh.v1.inference_pb2.AbortRequestResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            stagemesh.v1.inference_pb2.FetchOutputRequest,
+            stagemesh.v1.inference_pb2.FetchOutputResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             stagemesh.v1.inference_pb2.ListPipelinesRequest,
@@ -146,6 +166,10 @@ class InferenceServiceStub(typing.Generic[_InferenceServiceGenerateType, _Infere
             stagemesh.v1.inference_pb2.AbortRequestRequest,
             stagemesh.v1.inference_pb2.AbortRequestResponse,
         ],
+        grpc.aio.UnaryStreamMultiCallable[
+            stagemesh.v1.inference_pb2.FetchOutputRequest,
+            stagemesh.v1.inference_pb2.FetchOutputResponse,
+        ],
         grpc.aio.UnaryUnaryMultiCallable[
             stagemesh.v1.inference_pb2.ListPipelinesRequest,
             stagemesh.v1.inference_pb2.ListPipelinesResponse,
@@ -159,6 +183,8 @@ class InferenceServiceStub(typing.Generic[_InferenceServiceGenerateType, _Infere
     Generate: _InferenceServiceGenerateType
     """Generate sends one request through a pipeline and streams its outputs.
     The stream ends with a RequestFinished, or with a status whose ErrorInfo says why. Cancelling the call aborts the request.
+    A request of more than 64 MiB never reaches the head: gRPC refuses it with RESOURCE_EXHAUSTED and without ErrorInfo.
+    That is no overload, and another try fails too.
     """
 
     GenerateInteractive: _InferenceServiceGenerateInteractiveType
@@ -168,6 +194,13 @@ class InferenceServiceStub(typing.Generic[_InferenceServiceGenerateType, _Infere
 
     AbortRequest: _InferenceServiceAbortRequestType
     """AbortRequest stops requests in every stage and answers when the stages confirmed, or at the timeout."""
+
+    FetchOutput: _InferenceServiceFetchOutputType
+    """FetchOutput streams the bytes of an output that a frame brought by reference, in order, in chunks of about 256 KiB.
+    The head brings them from the replica that keeps them, so that clients need to reach the head alone. A reference
+    is good while its request runs and for a minute after its end; who holds it may fetch it, as often as wanted.
+    NOT_FOUND / TENSOR_GONE once it is over, or when the replica is.
+    """
 
     ListPipelines: _InferenceServiceListPipelinesType
     """ListPipelines lists what this head serves."""
@@ -187,6 +220,10 @@ InferenceServiceAsyncStub: typing_extensions.TypeAlias = InferenceServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         stagemesh.v1.inference_pb2.AbortRequestRequest,
         stagemesh.v1.inference_pb2.AbortRequestResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        stagemesh.v1.inference_pb2.FetchOutputRequest,
+        stagemesh.v1.inference_pb2.FetchOutputResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         stagemesh.v1.inference_pb2.ListPipelinesRequest,
@@ -209,6 +246,8 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[stagemesh.v1.inference_pb2.GenerateResponse], collections.abc.AsyncIterator[stagemesh.v1.inference_pb2.GenerateResponse]]:
         """Generate sends one request through a pipeline and streams its outputs.
         The stream ends with a RequestFinished, or with a status whose ErrorInfo says why. Cancelling the call aborts the request.
+        A request of more than 64 MiB never reaches the head: gRPC refuses it with RESOURCE_EXHAUSTED and without ErrorInfo.
+        That is no overload, and another try fails too.
         """
 
     @abc.abstractmethod
@@ -228,6 +267,18 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[stagemesh.v1.inference_pb2.AbortRequestResponse, collections.abc.Awaitable[stagemesh.v1.inference_pb2.AbortRequestResponse]]:
         """AbortRequest stops requests in every stage and answers when the stages confirmed, or at the timeout."""
+
+    @abc.abstractmethod
+    def FetchOutput(
+        self,
+        request: stagemesh.v1.inference_pb2.FetchOutputRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[stagemesh.v1.inference_pb2.FetchOutputResponse], collections.abc.AsyncIterator[stagemesh.v1.inference_pb2.FetchOutputResponse]]:
+        """FetchOutput streams the bytes of an output that a frame brought by reference, in order, in chunks of about 256 KiB.
+        The head brings them from the replica that keeps them, so that clients need to reach the head alone. A reference
+        is good while its request runs and for a minute after its end; who holds it may fetch it, as often as wanted.
+        NOT_FOUND / TENSOR_GONE once it is over, or when the replica is.
+        """
 
     @abc.abstractmethod
     def ListPipelines(

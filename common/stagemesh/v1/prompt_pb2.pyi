@@ -45,7 +45,7 @@ class Prompt(google.protobuf.message.Message):
 
     @property
     def embeds(self) -> stagemesh.v1.tensor_pb2.TensorValue:
-        """Prompt embeddings, [tokens, hidden]."""
+        """Prompt embeddings, [tokens, hidden]; clients send them inline."""
 
     @property
     def media(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___MediaInput]:
@@ -150,10 +150,12 @@ class MediaInput(google.protobuf.message.Message):
     mime_type: builtins.str
     """MIME type of `data`, such as "image/png"."""
     uuid: builtins.str
-    """Stable id of the content for caches; empty: its hash."""
+    """Stable id of the content for caches; empty: its hash. Within one `cache_salt` an id must always name the same content."""
     @property
     def tensor(self) -> stagemesh.v1.tensor_pb2.TensorValue:
-        """Decoded samples or pixels."""
+        """Decoded pixels (uint8 [height, width, 3], for video [frames, height, width, 3]) or samples (float32 [samples]);
+        clients send them inline.
+        """
 
     def __init__(
         self,

@@ -361,10 +361,13 @@ class Assignment(google.protobuf.message.Message):
     DEVICES_FIELD_NUMBER: builtins.int
     STAGE_CONFIG_JSON_FIELD_NUMBER: builtins.int
     START_TIMEOUT_FIELD_NUMBER: builtins.int
+    TENSOR_THRESHOLD_BYTES_FIELD_NUMBER: builtins.int
     pipeline_revision: builtins.str
     """Revision of the pipeline."""
     stage_config_json: builtins.str
     """The resolved stage as JSON, as `stagemesh schema --stage` describes it."""
+    tensor_threshold_bytes: builtins.int
+    """Outputs from this size stay with the replica and travel by reference, in bytes; unset: 64 KiB."""
     @property
     def replica(self) -> stagemesh.v1.replica_pb2.ReplicaRef:
         """Which replica; without an incarnation."""
@@ -385,9 +388,11 @@ class Assignment(google.protobuf.message.Message):
         devices: collections.abc.Iterable[stagemesh.v1.device_pb2.Device] | None = ...,
         stage_config_json: builtins.str = ...,
         start_timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        tensor_threshold_bytes: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["replica", b"replica", "start_timeout", b"start_timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["devices", b"devices", "pipeline_revision", b"pipeline_revision", "replica", b"replica", "stage_config_json", b"stage_config_json", "start_timeout", b"start_timeout"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_tensor_threshold_bytes", b"_tensor_threshold_bytes", "replica", b"replica", "start_timeout", b"start_timeout", "tensor_threshold_bytes", b"tensor_threshold_bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_tensor_threshold_bytes", b"_tensor_threshold_bytes", "devices", b"devices", "pipeline_revision", b"pipeline_revision", "replica", b"replica", "stage_config_json", b"stage_config_json", "start_timeout", b"start_timeout", "tensor_threshold_bytes", b"tensor_threshold_bytes"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_tensor_threshold_bytes", b"_tensor_threshold_bytes"]) -> typing.Literal["tensor_threshold_bytes"] | None: ...
 
 Global___Assignment: typing_extensions.TypeAlias = Assignment
 

@@ -48,7 +48,9 @@ Global___Tensor: typing_extensions.TypeAlias = Tensor
 
 @typing.final
 class TensorRef(google.protobuf.message.Message):
-    """TensorRef names a tensor that its producer keeps, so that bulk never crosses the head."""
+    """TensorRef names a tensor that its producer keeps, so that bulk between stages never crosses the head.
+    In what clients get, `endpoint`, `host_id` and `shared_memory` are empty: InferenceService.FetchOutput brings the bytes.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -8,6 +8,7 @@ from stagemesh.v1 import prompt_pb2 as prompt_pb
 from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh.wire import duration
+from stagemesh_head.orchestration.media import prompt_of
 from stagemesh_head.orchestration.pair import pair_up
 from stagemesh_head.orchestration.plan import Plan
 from stagemesh_head.orchestration.task import Task
@@ -37,7 +38,7 @@ def submission(
     command = stage_pb.SubmitTask(
         request_id=plan.request_id,
         attempt=task.attempt,
-        prompt=request.prompt,
+        prompt=prompt_of(request.prompt, planned.stage),
         inputs=inputs,
         params=planned.params,
         delta=plan.is_delta or planned.params.WhichOneof("params") == "llm",

@@ -9,6 +9,7 @@ from stagemesh.names import REQUEST_ID, REQUEST_ID_WORDS
 from stagemesh.rpc.errors import MeshError, Reason, invalid
 from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.v1 import prompt_pb2 as prompt_pb
+from stagemesh.v1 import tensor_pb2 as tensor_pb
 
 MAX_LABEL_CHARS = 256
 CHAT_ROLES = ("system", "user", "assistant", "tool")
@@ -49,7 +50,7 @@ def check_prompt(prompt: prompt_pb.Prompt, stage: Stage, field: str = "prompt") 
     if size > limit:
         raise MeshError(
             Reason.PROMPT_TOO_LARGE,
-            f"{field}: {size} bytes: stage {stage.name!r} takes at most {limit} bytes",
+            f"{field}: {size} bytes: stage {stage.name!r} takes at most {limit} bytes (limits.max_prompt_bytes)",
             field=field,
             size_bytes=size,
             limit_bytes=limit,
@@ -61,12 +62,12 @@ def check_prompt(prompt: prompt_pb.Prompt, stage: Stage, field: str = "prompt") 
         raise invalid(f"{field}.text", "", "is empty")
     if kind == "tokens" and not prompt.tokens.ids:
         raise invalid(f"{field}.tokens", [], "is empty")
-    if kind == "embeds" and prompt.embeds.WhichOneof("value") is None:
-        raise invalid(f"{field}.embeds", "", "is empty: set an inline tensor or a reference")
+    if kind == "embeds":
+        _check_inline(prompt.embeds, f"{field}.embeds")
     if kind == "chat":
         _check_chat(prompt.chat, f"{field}.chat")
     for position, media in enumerate(prompt.media):
-        _check_media(media, stage, f"{field}.media[{position}]")
+        _check_media(media, f"{field}.media[{position}]")
 
 
 def _check_chat(chat: prompt_pb.ChatPrompt, field: str) -> None:
@@ -79,23 +80,21 @@ def _check_chat(chat: prompt_pb.ChatPrompt, field: str) -> None:
         raise invalid(f"{field}.messages", "", "all messages are empty")
 
 
-def _check_media(media: prompt_pb.MediaInput, stage: Stage, field: str) -> None:
+def _check_media(media: prompt_pb.MediaInput, field: str) -> None:
     if media.modality not in MEDIA_MODALITIES:
         raise invalid(f"{field}.modality", media.modality, f"must be one of {', '.join(MEDIA_MODALITIES)}")
     source = media.WhichOneof("source")
     if source is None or (source == "data" and not media.data):
         raise invalid(field, "", "is empty: set data, url or tensor")
-    if source != "url":
-        return
-    # The engine checks the very path or domain; the head refuses where the operator allowed none.
-    scheme = media.url.split(":", 1)[0].lower()
-    switch = {"http": "allowed_media_domains", "https": "allowed_media_domains", "file": "allowed_local_media_path"}
-    if scheme not in switch:
-        raise invalid(f"{field}.url", media.url, "must be an http, https or file URL")
-    if not stage.engine_args.get(switch[scheme]):
-        raise invalid(
-            f"{field}.url", media.url, f"is not allowed: stage {stage.name!r} sets no engine_args.{switch[scheme]}"
-        )
+    if source == "tensor":
+        _check_inline(media.tensor, f"{field}.tensor")
+
+
+def _check_inline(value: tensor_pb.TensorValue, field: str) -> None:
+    # A reference would send a replica, with its token, to whatever address the client names.
+    if not value.HasField("inline"):
+        given = "a reference" if value.HasField("ref") else ""
+        raise invalid(field, given, "want an inline tensor: references are for what stages make")
 
 
 def _check_lora(request: inference_pb.GenerateRequest, pipeline: Pipeline) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stagemesh.v1 import frame_pb2 as frame_pb
+from stagemesh_head.orchestration.references import for_client
 from stagemesh_head.orchestration.task import Task
 
 
@@ -23,4 +24,4 @@ def frames_of(task: Task) -> Iterator[frame_pb.Frame]:
         merged[0] = frame_pb.TextDelta(text=output.text, token_ids=output.token_ids)
     for index in sorted(merged):
         yield frame_pb.Frame(stage=task.name, replica_id=replica_id, text=merged[index])
-    yield from output.pieces
+    yield from map(for_client, output.pieces)

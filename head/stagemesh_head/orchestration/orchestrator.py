@@ -17,6 +17,7 @@ from stagemesh_head.links.release import TensorReleaser
 from stagemesh_head.orchestration.envelope import check_envelope, check_prompt
 from stagemesh_head.orchestration.events import StopCause
 from stagemesh_head.orchestration.journal import log_end
+from stagemesh_head.orchestration.media import check_media
 from stagemesh_head.orchestration.pacer import Pacer
 from stagemesh_head.orchestration.plan import Planner
 from stagemesh_head.orchestration.recovery import RecoveryLimits
@@ -138,7 +139,9 @@ class Orchestrator:
         Raises:
             MeshError: INVALID_REQUEST or PROMPT_TOO_LARGE, naming the field.
         """
-        check_prompt(prompt, run.plan.stages[0].stage, "append")
+        first = run.plan.stages[0].stage
+        check_prompt(prompt, first, "append")
+        check_media(prompt, [first], "append")
         if params is not None:
             params = self._planner(run.plan.pipeline.name).chunk_params(run.plan, params)
         run.append(prompt, params, is_last=False)

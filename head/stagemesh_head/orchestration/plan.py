@@ -12,6 +12,7 @@ from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh.wire import MODALITIES
 from stagemesh_head.orchestration import params as stage_params
+from stagemesh_head.orchestration.media import check_media
 from stagemesh_head.orchestration.pair import prefill_params
 from stagemesh_head.orchestration.recovery import ResumeMode, resume_mode
 
@@ -103,6 +104,7 @@ class Planner:
                     reads_stream=stage.edge == "stream" and bool(stage.inputs),
                 )
             )
+        check_media(request.prompt, [planned.stage for planned in stages])
         if is_interactive:
             check_interactive(request, stages[0].name, stages[0].params)
             if stages[0].stage.is_prefill_only:

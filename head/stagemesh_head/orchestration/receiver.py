@@ -9,6 +9,7 @@ from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh_head.orchestration import events as ev
+from stagemesh_head.orchestration.references import for_client
 
 if TYPE_CHECKING:
     from stagemesh_head.links.link import Link
@@ -131,7 +132,7 @@ class TaskReceiver:
         self._output.pieces.append(frame)
         self._media += 1
         if self._media > self.task.skip_media:
-            self._frame(frame, size=frame.ByteSize())
+            self._frame(for_client(frame), size=frame.ByteSize())
         self._grew()
 
     def _frame(self, frame: frame_pb.Frame, size: int = 0) -> None:

@@ -38,6 +38,7 @@ def assignment(replica: Replica, node: Node, entry: StageEntry) -> registry_pb.J
             devices=[device for device in node.hello.devices if device.id in given],
             stage_config_json=entry.config_json,
             start_timeout=duration(entry.config.runtime.stage_init_timeout),
+            tensor_threshold_bytes=entry.tensor_threshold_bytes,
         )
     )
 

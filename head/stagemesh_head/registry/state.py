@@ -61,6 +61,8 @@ class StageEntry:
     revision: str
     """`<pipeline revision>.<digest of the stage>`; replicas of an equal digest are interchangeable."""
     target: int
+    tensor_threshold_bytes: int
+    """The pipeline's: outputs from this size travel by reference."""
     is_scaled: bool = False
     """An operator set the target; nodes then bring no replicas beyond it."""
     order: int = 0
@@ -216,5 +218,12 @@ def stage_entries(pipelines: Sequence[Pipeline]) -> dict[StageKey, StageEntry]:
             # How many there are does not change what one is.
             counted = stage.model_copy(update={"runtime": stage.runtime.model_copy(update={"num_replicas": 0})})
             digest = blake2b(counted.model_dump_json().encode(), digest_size=6).hexdigest()
-            entries[key] = StageEntry(key, stage, text, f"{pipeline.revision}.{digest}", stage.runtime.num_replicas)
+            entries[key] = StageEntry(
+                key,
+                stage,
+                text,
+                f"{pipeline.revision}.{digest}",
+                stage.runtime.num_replicas,
+                pipeline.limits.tensor_threshold_bytes,
+            )
     return entries

@@ -13,6 +13,7 @@ from stagemesh.rpc.errors import MeshError, invalid
 from stagemesh.v1 import header_pb2 as header_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.v1 import inference_pb2_grpc as inference_rpc
+from stagemesh_head.links.outputs import OutputRelay
 from stagemesh_head.orchestration.catalogue import Catalogue
 from stagemesh_head.orchestration.events import StopCause
 from stagemesh_head.orchestration.orchestrator import Orchestrator
@@ -31,9 +32,14 @@ class InferenceServicer(inference_rpc.InferenceServiceServicer):
     """One for all pipelines of a head."""
 
     def __init__(
-        self, orchestrator: Orchestrator, catalogue: Catalogue, header: Callable[[], header_pb.ResponseHeader]
+        self,
+        orchestrator: Orchestrator,
+        outputs: OutputRelay,
+        catalogue: Catalogue,
+        header: Callable[[], header_pb.ResponseHeader],
     ) -> None:
         self._orchestrator = orchestrator
+        self._outputs = outputs
         self._catalogue = catalogue
         self._header = header
 
@@ -118,6 +124,15 @@ class InferenceServicer(inference_rpc.InferenceServiceServicer):
         except MeshError as error:
             await error.abort(context)
         return inference_pb.AbortRequestResponse(results=results)
+
+    async def FetchOutput(  # type: ignore[override]
+        self, request: inference_pb.FetchOutputRequest, context: Context
+    ) -> None:
+        """Stream an output that its replica keeps."""
+        try:
+            await self._outputs.send(request, context.write)
+        except MeshError as error:
+            await error.abort(context)
 
     async def ListPipelines(
         self, request: inference_pb.ListPipelinesRequest, context: Context

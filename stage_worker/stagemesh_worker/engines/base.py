@@ -15,6 +15,8 @@ from stagemesh.config import Stage
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 
+PROBE_TEXT = "hello"
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceSet:
@@ -142,6 +144,8 @@ class Engine(ABC):
     def __init__(self, stage: Stage, devices: DeviceSet) -> None:
         self.stage = stage
         self.devices = devices
+        self.replica_id = 0
+        """Number within the stage; set before `prepare`."""
         self.report_phase: Callable[[str], None] = lambda phase: None
         """Say what `prepare` and `start` are doing, for people: "loading weights"."""
 
@@ -159,6 +163,19 @@ class Engine(ABC):
     @abstractmethod
     async def start(self) -> None:
         """Load the model. Raises with the engine's own words."""
+
+    def probe_task(self) -> stage_pb.SubmitTask:
+        """The least work that it can do, one token or one step, for the self-probe; asked for once it has started."""
+        task = stage_pb.SubmitTask()
+        task.prompt.text = PROBE_TEXT
+        if self.stage.stage_type == "diffusion":
+            task.params.diffusion.num_inference_steps = 1
+            task.params.diffusion.num_images_per_prompt = 1
+            task.params.diffusion.seed = 0
+        else:
+            task.params.llm.max_tokens = 1
+            task.params.llm.temperature = 0.0
+        return task
 
     @abstractmethod
     async def run(self, task: EngineTask, sink: TaskSink) -> None:

@@ -178,6 +178,7 @@ class ReplicaLife:
 
     def _assign(self) -> control.Assign:
         ref = self.assignment.replica
+        has_threshold = self.assignment.HasField("tensor_threshold_bytes")
         return control.Assign(
             pipeline=ref.pipeline,
             pipeline_revision=self.assignment.pipeline_revision,
@@ -192,6 +193,9 @@ class ReplicaLife:
             advertise_host=self._place.advertise_host,
             host_id=self._place.host_id,
             progress_timeout_s=self._stuck_after_s,
+            tensor_threshold_bytes=(
+                self.assignment.tensor_threshold_bytes if has_threshold else control.TENSOR_THRESHOLD_BYTES
+            ),
         )
 
     # ---------------------------------------------------------------- what the process says

@@ -72,6 +72,7 @@ def _prepare(assign: Assign, channel: ControlChannel) -> Engine:
     found = engine_class(stage.engine)
     found.check(stage)
     engine = found(stage, devices)
+    engine.replica_id = assign.replica_id
     engine.report_phase = lambda phase: channel.send(Phase(phase))
     engine.host = assign.advertise_host
     engine.prepare()

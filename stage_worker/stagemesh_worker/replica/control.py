@@ -12,6 +12,9 @@ from typing import Any
 MAX_LINE_BYTES = 16 << 20
 """Longest line either side reads; a stage's configuration is the largest thing on it."""
 
+TENSOR_THRESHOLD_BYTES = 64 << 10
+"""Unless the pipeline says otherwise (64 KiB)."""
+
 
 class ControlError(ValueError):
     """A line is not a message of this protocol; the text says why."""
@@ -48,7 +51,7 @@ class Assign:
     """An engine that has work and makes no step for so long is unhealthy."""
     adapter_timeout_s: float = 30.0
     """Longest time an input adapter may take."""
-    tensor_threshold_bytes: int = 65536
+    tensor_threshold_bytes: int = TENSOR_THRESHOLD_BYTES
     """Outputs from this size stay here and travel by reference."""
 
 

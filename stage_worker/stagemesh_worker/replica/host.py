@@ -93,7 +93,8 @@ class ReplicaHost:
         self._own(self._watch_death())
         timeout_s = self._engine.stage.runtime.stage_init_timeout
         await self._until_stopping(
-            probe(endpoint, self._identity, self._engine.stage, self._probe_epoch, timeout_s), Reason.START_FAILED
+            probe(endpoint, self._identity, self._engine.probe_task(), self._probe_epoch, timeout_s),
+            Reason.START_FAILED,
         )
         self._store.release_request(PROBE_REQUEST_ID)
         if self._stopping.is_set():

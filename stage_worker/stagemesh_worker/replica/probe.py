@@ -7,31 +7,19 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from stagemesh.config import Stage
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.rpc.options import open_channel
-from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh.v1 import stage_pb2_grpc as stage_grpc
 from stagemesh_worker.replica.identity import Identity
 
-PROBE_TEXT = "hello"
 PROBE_REQUEST_ID = "self-probe"
 
 
-def probe_params(stage: Stage) -> sampling_pb.SamplingParams:
-    """The least work that a stage can do: one token, or one step."""
-    if stage.stage_type == "diffusion":
-        return sampling_pb.SamplingParams(
-            diffusion=sampling_pb.DiffusionSamplingParams(num_inference_steps=1, num_images_per_prompt=1, seed=0)
-        )
-    return sampling_pb.SamplingParams(llm=sampling_pb.LlmSamplingParams(max_tokens=1, temperature=0.0))
-
-
-async def probe(endpoint: str, identity: Identity, stage: Stage, epoch: str, timeout_s: float) -> None:
-    """Run one small task at `endpoint`. Raises MeshError(START_FAILED) that says what went wrong."""
-    submit = stage_pb.SubmitTask(slot=1, request_id=PROBE_REQUEST_ID, attempt=1, params=probe_params(stage))
-    submit.prompt.text = PROBE_TEXT
+async def probe(endpoint: str, identity: Identity, task: stage_pb.SubmitTask, epoch: str, timeout_s: float) -> None:
+    """Run the engine's own small task at `endpoint`. Raises MeshError(START_FAILED) that says what went wrong."""
+    submit = stage_pb.SubmitTask(slot=1, request_id=PROBE_REQUEST_ID, attempt=1)
+    submit.MergeFrom(task)
     opening = stage_pb.ExecuteRequest(
         open=stage_pb.OpenLink(head_epoch=epoch, replica=identity.reference), submits=[submit]
     )

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny pipeline: "image", "flux", "unconditional", "audio", "video"; or "lora", for "image"."""
+    """The folder of a tiny pipeline, by the `make_..._pipeline` that makes it; or "lora", for "image"."""
     import tiny_models
 
     root = tmp_path_factory.mktemp("tiny")

@@ -11,10 +11,13 @@ from diffusers import (
     DDIMScheduler,
     DDPMPipeline,
     DDPMScheduler,
+    DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
     IPNDMScheduler,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionInpaintPipeline,
     StableDiffusionPipeline,
     TextToVideoSDPipeline,
     UNet1DModel,
@@ -68,9 +71,26 @@ def make_vae(latent_channels: int = 4) -> AutoencoderKL:
 
 def make_image_pipeline(folder: Path) -> Path:
     """A StableDiffusionPipeline of 64 x 64 pixels."""
+    _stable_diffusion(StableDiffusionPipeline).save_pretrained(folder)
+    return folder
+
+
+def make_edit_pipeline(folder: Path) -> Path:
+    """The same, from a picture to a picture."""
+    _stable_diffusion(StableDiffusionImg2ImgPipeline).save_pretrained(folder)
+    return folder
+
+
+def make_inpaint_pipeline(folder: Path) -> Path:
+    """The same, from a picture and a mask to a picture."""
+    _stable_diffusion(StableDiffusionInpaintPipeline).save_pretrained(folder)
+    return folder
+
+
+def _stable_diffusion(kind: type[DiffusionPipeline]) -> DiffusionPipeline:
     torch.manual_seed(7)
     tokenizer = make_tokenizer()
-    pipe = StableDiffusionPipeline(
+    return kind(
         vae=make_vae(),
         text_encoder=make_text_encoder(tokenizer),
         tokenizer=tokenizer,
@@ -89,8 +109,6 @@ def make_image_pipeline(folder: Path) -> Path:
         feature_extractor=None,
         requires_safety_checker=False,
     )
-    pipe.save_pretrained(folder)
-    return folder
 
 
 def make_flux_pipeline(folder: Path) -> Path:

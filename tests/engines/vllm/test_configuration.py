@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,11 +63,25 @@ print("ANSWERS", json.dumps(answers))
 """
 
 
+def _make_llava(tiny_llama: Path, folder: Path) -> Path:
+    """As much of a model that reads pictures as vLLM looks at before its weights."""
+    shutil.copytree(tiny_llama, folder, dirs_exist_ok=True)
+    text = json.loads((folder / "config.json").read_text())
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "text_config": text,
+        "vision_config": {"model_type": "clip_vision_model"},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.fixture(scope="module")
-def answers(tiny_llama: Path) -> dict[str, object]:
+def answers(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """Everything in one process: the import of vLLM takes ten seconds."""
     base = {"name": "writer", "model": str(tiny_llama)}
-    cases = [{name: base | fields for name, (fields, _) in MISTAKES.items()},
+    mistakes = {name: fields for name, (fields, _) in MISTAKES.items()}
+    mistakes["pictures"] = {"model": str(_make_llava(tiny_llama, tmp_path_factory.mktemp("llava")))}
+    cases = [{name: base | fields for name, fields in mistakes.items()},
              {name: base | fields for name, fields in SETTINGS.items()}]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], input=json.dumps(cases), capture_output=True, text=True, timeout=240
@@ -78,6 +94,11 @@ def answers(tiny_llama: Path) -> dict[str, object]:
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_gets_one_answer_that_says_what_would_be_right(answers: dict[str, object], name: str) -> None:
     assert MISTAKES[name][1] in str(answers[name])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed")
+def test_model_that_needs_torchvision_says_so_where_there_is_none(answers: dict[str, object]) -> None:
+    assert "torchvision, which cannot be imported here (No module named 'torchvision')" in str(answers["pictures"])
 
 
 def test_stage_goes_before_our_defaults(answers: dict[str, object]) -> None:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import grpc
 import pytest
 
 import stagemesh
-from stagemesh import Client, TextDelta
+from stagemesh import Client, MeshError, Reason, Reference, TensorFrame, TextDelta
 from stagemesh.client.admin import AdminClient
+from stagemesh.client.sync import open_sync_channel
 from stagemesh.rpc.certificates import create_authority, issue_certificate
 from stagemesh.rpc.security import Security
 from stagemesh.v1 import replica_pb2 as replica_pb
+from stagemesh.v1 import tensor_pb2 as tensor_pb
+from stagemesh.v1 import tensor_pb2_grpc as tensor_rpc
 from tests.mesh.faults.processes import eventually, processes
 
 PIPELINE = "name: sketch\nstages:\n- {name: writer, engine: synthetic, engine_args: {tokens: 8}}\n"
+STATES = """- {name: states, inputs: [], engine: synthetic, final_output_type: latent, final_output: true,
+   engine_args: {tensor_shape: [100, 1024]}, runtime: {shared_devices: true}}
+"""
 TOKENS = {role: f"{role}-token-0123456789" for role in ("client", "worker", "operator")}
 
 
@@ -32,7 +39,7 @@ def test_everything_works_with_tls_and_tokens_and_nothing_without(tmp_path: Path
             tls_ca=certs / "ca.pem", tls_cert=certificate, tls_key=key, token_file=tmp_path / f"{role}.token"
         )
 
-    with processes(tmp_path, PIPELINE) as mesh:
+    with processes(tmp_path, PIPELINE + STATES) as mesh:
         mesh.environment |= {
             "STAGEMESH_TLS_CERT": str(certificate),
             "STAGEMESH_TLS_KEY": str(key),
@@ -45,12 +52,26 @@ def test_everything_works_with_tls_and_tokens_and_nothing_without(tmp_path: Path
         with AdminClient(mesh.address, security=security("operator")) as admin:
             eventually(
                 "the replica is ready",
-                lambda: [r for r in admin.list_replicas()[0] if r.state == replica_pb.REPLICA_STATE_READY],
+                lambda: len([r for r in admin.list_replicas()[0] if r.state == replica_pb.REPLICA_STATE_READY]) == 2,
             )
+            rows = {row.report.replica.stage: row.report for row in admin.list_replicas()[0]}
         assert "joined" in worker.output
         with Client(mesh.address, security=security("client")) as client:
-            frames = client.generate("a wish", timeout=30)
+            frames = list(client.generate("a wish", timeout=30, references=True))
             assert "".join(frame.text for frame in frames if isinstance(frame, TextDelta))
+            (left,) = [frame for frame in frames if isinstance(frame, Reference)]
+            brought = client.fetch(left, timeout=30)
+            assert isinstance(brought, TensorFrame) and brought.array.shape == (100, 1024)
+        ref = left.message.tensor.value.ref
+        request = tensor_pb.FetchTensorRequest(key=ref.key, owner_incarnation=ref.owner_incarnation)
+        with open_sync_channel(rows["states"].endpoint, security("client")) as channel:
+            with pytest.raises(grpc.RpcError) as caught:
+                list(tensor_rpc.TensorServiceStub(channel).FetchTensor(request, timeout=10))
+            assert MeshError.from_rpc_error(caught.value).reason is Reason.PERMISSION_DENIED, "it asks the head"
+        with Client(mesh.address, security=security("worker")) as client, pytest.raises(stagemesh.AccessDenied):
+            client.fetch(left, timeout=10)
+        with Client(mesh.address, security=Security()) as client, pytest.raises(stagemesh.StageMeshError):
+            client.fetch(left, timeout=5)
         with Client(mesh.address, security=security("worker")) as client, pytest.raises(stagemesh.AccessDenied):
             list(client.generate("a wish", timeout=10))
         with AdminClient(mesh.address, security=security("client")) as admin, pytest.raises(stagemesh.AccessDenied):

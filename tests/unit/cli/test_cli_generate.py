@@ -92,6 +92,17 @@ def test_what_was_asked_reaches_the_head(mesh, command: Command) -> None:  # typ
     assert list(request.output_modalities) == [frame_pb.MODALITY_TEXT] and request.output_mode == 2
 
 
+def test_media_go_with_the_prompt(mesh, command: Command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    head = mesh(picture)
+    (tmp_path / "cat.png").write_bytes(b"PNG")
+    ended = command("generate", "a wish", "-m", str(tmp_path / "cat.png"), "--media", "https://h/dog.jpg")
+    assert ended.code == 0, ended.err
+    cat, dog = head.requests[0].prompt.media
+    assert (cat.modality, cat.data, dog.modality, dog.url) == ("image", b"PNG", "image", "https://h/dog.jpg")
+    ended = command("generate", "a wish", "-m", str(tmp_path / "gone.png"))
+    assert ended.code == 11 and "media[0]" in ended.err and "cannot be read" in ended.err
+
+
 def test_a_system_message_makes_a_chat(mesh, command: Command) -> None:  # type: ignore[no-untyped-def]
     head = mesh(picture)
     command("generate", "a wish", "--system", "be short")

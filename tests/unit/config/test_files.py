@@ -133,3 +133,34 @@ def test_code_in_a_file_is_relative_to_the_file_that_names_it(tmp_path: Path) ->
     stage = load_pipeline(path).stage("a")
     assert (stage.engine, stage.input_adapter) == (f"{tmp_path}/own.py:Engine", f"{tmp_path}/own.py:adapter")
     assert stage.prompt_expand == "math:sqrt"
+
+
+def test_paths_are_relative_to_the_file_that_they_are_written_in(write, tmp_path, monkeypatch) -> None:
+    for name in ("models/llm", "adapters/ink", "pictures"):
+        (tmp_path / name).mkdir(parents=True)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    path = write(
+        "stages:\n"
+        "- name: a\n"
+        "  model: models/llm\n"
+        "  lora_modules: {ink: adapters/ink, hub: someone/adapter, missing: ./gone}\n"
+        "  engine_args: {allowed_local_media_path: pictures, dtype: adapters/ink}\n"
+        "- {name: b, stage_type: diffusion, model: m, engine_args: {lora_path: adapters/ink}}\n"
+    )
+    first, second = load(path).pipeline.stages
+    assert first.model == str(tmp_path / "models/llm")
+    assert first.lora_modules == {
+        "ink": str(tmp_path / "adapters/ink"), "hub": "someone/adapter", "missing": str(tmp_path / "gone"),
+    }  # fmt: skip
+    assert first.engine_args == {"allowed_local_media_path": str(tmp_path / "pictures"), "dtype": "adapters/ink"}
+    assert second.engine_args == {"lora_path": str(tmp_path / "adapters/ink")}
+
+
+def test_media_go_to_the_first_stage_unless_a_later_one_asks_for_them(write) -> None:
+    last = "{name: c, model: m, media_inputs: [image]}"
+    path = write(f"stages:\n- {{name: a, model: m}}\n- {{name: b, model: m}}\n- {last}\n")
+    assert [stage.media_inputs for stage in load(path).pipeline.stages] == [("image", "audio", "video"), (), ("image",)]
+    path = write("stage_args:\n- {stage_id: 0}\n- {stage_id: 1, runtime: {requires_multimodal_data: true}}\n")
+    assert load(path, model="m").pipeline.stages[1].media_inputs == ("image", "audio", "video")

@@ -34,7 +34,6 @@ def test_chunked_speech_pipeline() -> None:
 def test_everything_without_a_meaning_is_named_once_with_the_reason() -> None:
     warning = ignored(load(FILES / "speech_chunked.yaml", model="m"))
     for name in (
-        "stages[0].runtime.requires_multimodal_data",
         "stages[0].engine_args.model_arch (the model's folder says it)",
         "stages[0].engine_args.worker_type (see stage_type)",
         "stages[0].engine_args.scheduler_cls (a class of that system)",

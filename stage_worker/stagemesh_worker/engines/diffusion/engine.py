@@ -12,10 +12,13 @@ from typing import Any
 
 from stagemesh.config import Stage
 from stagemesh.rpc.errors import MeshError, Reason
+from stagemesh.v1 import prompt_pb2 as prompt_pb
+from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh_worker.engines.base import DeviceSet, Engine, EngineConfigError, EngineLoad, EngineTask, TaskSink
 from stagemesh_worker.engines.diffusion.batching import BatchQueue
 from stagemesh_worker.engines.diffusion.facts import PipelineFacts
 from stagemesh_worker.engines.diffusion.inputs import whole_input
+from stagemesh_worker.engines.diffusion.media import encode_grey
 from stagemesh_worker.engines.diffusion.process import ChildProcess
 from stagemesh_worker.engines.diffusion.protocol import (
     Abort,
@@ -41,6 +44,9 @@ ABORT_WAIT_S = 30.0
 """How long an abort waits for the step at hand, in seconds."""
 CALL_WAIT_S = 120.0
 """How long a control method may take, loading an adapter from a slow disk included, in seconds."""
+
+PROBE_PIXELS = 256
+"""Side of the self-probe's picture where the pipeline does not say its own."""
 
 
 class DiffusionEngine(Engine):
@@ -112,6 +118,17 @@ class DiffusionEngine(Engine):
         self.version = self._facts.version
         check_defaults(self.stage, self._facts, self._options)
         self._dispatcher = asyncio.create_task(self._dispatch(), name="diffusion-dispatch")
+
+    def probe_task(self) -> stage_pb.SubmitTask:
+        """One step; on a grey picture where the pipeline reads one."""
+        task, facts = super().probe_task(), self._alive()
+        if "image" in facts.arguments:
+            grey = encode_grey(facts.native_width or PROBE_PIXELS, facts.native_height or PROBE_PIXELS)
+            names = ("image", "mask_image") if "mask_image" in facts.arguments else ("image",)
+            task.prompt.media.extend(prompt_pb.MediaInput(modality="image", data=grey) for _ in names)
+        if "strength" in facts.arguments:
+            task.params.diffusion.strength = 1.0  # less of a single step is none
+        return task
 
     async def run(self, task: EngineTask, sink: TaskSink) -> None:
         """Make one request's pictures, sounds or videos."""

@@ -45,6 +45,13 @@ def encode_image(
     )
 
 
+def encode_grey(width: int, height: int) -> bytes:
+    """A PNG of one grey, for a pipeline that wants a picture where there is none."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), (128, 128, 128)).save(buffer, format="png")
+    return buffer.getvalue()
+
+
 def encode_preview(array: np.ndarray[Any, Any]) -> frame_pb.MediaOutput:
     """Encode uint8 [height, width, 3] as a small JPEG."""
     return encode_image(array, "jpeg", quality=PREVIEW_QUALITY)

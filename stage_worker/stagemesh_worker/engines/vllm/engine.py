@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stagemesh.config import Stage
-from stagemesh.rpc.errors import MeshError, Reason
+from stagemesh.rpc.errors import MeshError, Reason, invalid
+from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh_worker.engines.base import DeviceSet, Engine, EngineConfigError, EngineLoad, EngineTask, TaskSink
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class VllmEngine(Engine):
         """Start EngineCore and wait until the model is loaded."""
         from stagemesh_worker.engines.vllm.arguments import engine_arguments
         from stagemesh_worker.engines.vllm.hand_off import side_channel_environment
-        from stagemesh_worker.engines.vllm.launch import launch, set_environment
+        from stagemesh_worker.engines.vllm.launch import launch, set_environment, why_refused
 
         set_environment(self.devices)
         os.environ.update(side_channel_environment(self.stage, self.host, os.environ))
@@ -60,23 +61,35 @@ class VllmEngine(Engine):
         self.report_phase(f"loading {self.stage.model}")
         try:
             self._llm = launch(arguments, self._record.logger(), self.devices)
-        except (TypeError, ValueError) as error:  # pydantic's are ValueErrors: a value that vLLM refuses
-            raise EngineConfigError(str(error)) from error
+        except (TypeError, ValueError, ImportError) as error:  # pydantic's are ValueErrors: a value that vLLM refuses
+            raise EngineConfigError(why_refused(error)) from error
         manager = self._llm.engine_core.resources.engine_manager
         self._processes = list(manager.processes) if manager is not None else []
         self.max_concurrency = self._llm.vllm_config.scheduler_config.max_num_seqs
 
     async def start(self) -> None:
         """Set up tokenizer and prompts; EngineCore runs already."""
+        from stagemesh_worker.engines.vllm.media import MediaReader
         from stagemesh_worker.engines.vllm.prompts import PromptBuilder
 
         model = self._llm.model_config
         tokenizer = None if model.skip_tokenizer_init else self._llm.get_tokenizer()
-        self._builder = PromptBuilder(tokenizer, model)
+        try:
+            media = MediaReader(model, f"stage{self.stage.stage_id}:rep{self.replica_id}")
+        except ValueError as error:
+            raise EngineConfigError(str(error)) from error
+        self._builder = PromptBuilder(tokenizer, model, media)
         ends = {self._llm.renderer.get_eos_token_id()} if tokenizer is not None else set()
         listed = self._llm.input_processor.generation_config_fields.get("eos_token_id")
         ends |= set(listed) if isinstance(listed, list) else {listed}
         self._stop_ids = frozenset(ends - {None})
+
+    def probe_task(self) -> stage_pb.SubmitTask:
+        """One token; from a token where the model has no tokenizer."""
+        task = super().probe_task()
+        if self._llm.model_config.skip_tokenizer_init:
+            task.prompt.tokens.ids.append(1)
+        return task
 
     async def run(self, task: EngineTask, sink: TaskSink) -> None:
         """Run one task."""
@@ -85,7 +98,7 @@ class VllmEngine(Engine):
 
         from stagemesh_worker.engines.vllm.generation import Generation
         from stagemesh_worker.engines.vllm.pooling import Pooling
-        from stagemesh_worker.engines.vllm.refusal import refused
+        from stagemesh_worker.engines.vllm.refusal import MISPLACED_MEDIA, refused
         from stagemesh_worker.engines.vllm.streaming import StreamingGeneration
 
         lora = self._loras.of_task(task.submit)
@@ -102,6 +115,9 @@ class VllmEngine(Engine):
             raise refused(error) from error
         except EngineGenerateError as error:
             cause = error.__cause__ or error
+            if MISPLACED_MEDIA in str(cause):
+                problem = "the prompt must have a placeholder for each item; a chat prompt gets them from the template"
+                raise invalid("prompt.media", len(task.input.media), problem) from error
             raise MeshError(Reason.STAGE_FAILED, f"{type(cause).__name__}: {cause}") from error
 
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -59,7 +59,16 @@ class Generation:
         if submit.resume_token_ids and self._resume(prompt):
             return
         await self._take_over(llm, prompt)
-        await self._consume(self._stream(llm, prompt, self._params), prompt)
+        before = self._assemblers[0].count
+        try:
+            await self._consume(self._stream(llm, prompt, self._params), prompt)
+        except MeshError as error:
+            # vLLM's frontend counts media as sent once it has processed them, also when the request ended before they
+            # went to the core. The next request with them fails, and with that the frontend learns of it.
+            made = sum(assembler.count for assembler in self._assemblers) - before
+            if error.reason is not Reason.STAGE_FAILED or made or not self._task.input.media:
+                raise
+            await self._consume(self._stream(llm, prompt, self._params), prompt)
         self._end()
 
     def _stream(self, llm: Any, prompt: BuiltPrompt, params: SamplingParams) -> AsyncIterator[Any]:

@@ -40,28 +40,37 @@ class Pooling:
         params = self._params(await llm.get_supported_tasks())
         truncate = typed.truncate_prompt_tokens if typed.HasField("truncate_prompt_tokens") else None
         prompt = await self._builder.build(self._task.input, submit, truncate)
+        output = await self._output(llm, prompt.value, params)
+        if output.error is not None and output.error.retryable:
+            # The engine had not got the media that its frontend counts as sent; now the frontend knows.
+            output = await self._output(llm, prompt.value, params)
+        if output.error is not None:
+            raise MeshError(Reason.STAGE_FAILED, output.error.message)
+        self._sink.started()
+        await self._sink.ready()
+        self._sink.tensor(OUTPUT_NAMES[params.task], output.outputs.data.float().numpy())
+        finished = frame_pb.StageFinished(finish_reason=frame_pb.FINISH_REASON_COMPLETE)
+        finished.usage.prompt_tokens = len(output.prompt_token_ids) or prompt.length
+        finished.usage.cached_tokens = max(0, output.num_cached_tokens or 0)
+        self._sink.finish(finished)
+
+    async def _output(self, llm: Any, prompt: Any, params: PoolingParams) -> Any:
+        """The one finished output. Raises whatever the engine does."""
+        submit = self._task.submit
         stream = llm.encode(
-            prompt.value,
+            prompt,
             params,
             f"{submit.request_id}-{submit.attempt}-pool-{next(_numbers)}",
             lora_request=self._lora,
             priority=submit.priority,
         )
-        finished = frame_pb.StageFinished(finish_reason=frame_pb.FINISH_REASON_COMPLETE)
         try:
             async for output in stream:
-                if not output.finished:
-                    continue
-                if output.error is not None:
-                    raise MeshError(Reason.STAGE_FAILED, output.error.message)
-                self._sink.started()
-                await self._sink.ready()
-                self._sink.tensor(OUTPUT_NAMES[params.task], output.outputs.data.float().numpy())
-                finished.usage.prompt_tokens = len(output.prompt_token_ids) or prompt.length
-                finished.usage.cached_tokens = max(0, output.num_cached_tokens or 0)
+                if output.finished:
+                    return output
         finally:
             await stream.aclose()
-        self._sink.finish(finished)
+        raise MeshError(Reason.STAGE_FAILED, "the engine returned without an end")
 
     def _params(self, supported: tuple[str, ...]) -> PoolingParams:
         extra = whole_numbers(json_format.MessageToDict(self._task.submit.params.llm.extra))

@@ -14,7 +14,7 @@ from stagemesh.rpc.errors import MeshError, Reason, invalid
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh_worker.engines.base import EngineInput
 from stagemesh_worker.engines.vllm.assembly import Decoder, FastDecoder, SlowDecoder
-from stagemesh_worker.engines.vllm.media import multi_modal_data
+from stagemesh_worker.engines.vllm.media import MediaReader
 
 LONG_TEXT_CHARS = 8192
 """Longer texts are tokenized on a thread: they would hold the event loop for over a millisecond."""
@@ -35,8 +35,9 @@ class BuiltPrompt:
 class PromptBuilder:
     """Tokenizes with the model's own tokenizer and chat template."""
 
-    def __init__(self, tokenizer: Any, model_config: Any) -> None:
+    def __init__(self, tokenizer: Any, model_config: Any, media: MediaReader) -> None:
         """`tokenizer` may be None, for a model without one."""
+        self._media = media
         self._tokenizer = tokenizer
         self._model = model_config
         self._backend = getattr(tokenizer, "_tokenizer", None)
@@ -77,8 +78,8 @@ class PromptBuilder:
         everything = [*ids, *task.resume_token_ids]
         if not given.media:
             return BuiltPrompt(tokens_input(everything, cache_salt=salt), tuple(ids), len(ids))
-        data, uuids = await multi_modal_data(given.media, self._model)
-        value = TokensPrompt(prompt_token_ids=everything, multi_modal_data=data, multi_modal_uuids=uuids)
+        data, keys = await self._media.read(given.media, task.cache_salt)
+        value = TokensPrompt(prompt_token_ids=everything, multi_modal_data=data, multi_modal_uuids=dict(keys))
         if salt is not None:
             value["cache_salt"] = salt
         return BuiltPrompt(value, tuple(ids), len(ids))

@@ -6,6 +6,9 @@ from vllm.sampling_params import SamplingParams
 
 from stagemesh.rpc.errors import MeshError, Reason
 
+MISPLACED_MEDIA = "Failed to apply prompt"
+"""How vLLM begins when a picture, sound or video has no place in the prompt; it is an AssertionError there."""
+
 
 def refused(error: Exception, field: str | None = None) -> MeshError:
     """What vLLM says of a value, as INVALID_REQUEST that names the field where vLLM does."""
