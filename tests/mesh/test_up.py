@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from stagemesh import Client, Finished, Image, StageMeshError, TextDelta
@@ -130,6 +132,22 @@ def test_ctrl_c_while_it_starts_stops_it(up, tmp_path: Path) -> None:  # type: i
     code, output = running.finish()
     assert code == 130 and "Traceback" not in output
     assert_all_gone(everyone, tmp_path)
+
+
+def test_a_mesh_that_is_not_ready_in_time_says_what_it_waited_for_and_leaves_nothing(up, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    slow = "name: slow\nstages:\n  - {{name: writer, engine: synthetic, engine_args: {{start_seconds: 300}}}}\n"
+    running = up(write_pipeline(tmp_path, text=slow), "--init-timeout", "5")
+    assert running.process.stdout is not None
+    everyone: set[psutil.Process] = set()
+    lines = []
+    for line in running.process.stdout:
+        lines.append(line)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            everyone.update(family(running.process.pid))
+    assert running.process.wait(PATIENCE_S) == 23
+    assert lines[-2].startswith("error: not ready after 5.00 s: writer/0: "), lines
+    assert lines[-1].startswith("hint: "), lines
+    assert_all_gone(list(everyone), tmp_path)
 
 
 def test_a_stage_that_cannot_start_ends_it_with_the_engines_own_words(up, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
