@@ -1,138 +1,28 @@
-"""The diffusion engine with a real pipeline in its child process."""
+"""The diffusion engine with a real pipeline in its child process: requests, batches, aborts, control."""
 
 from __future__ import annotations
 
 import asyncio
 import io
-import os
-import signal
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
+from engine_harness import CORE, DEVICES, Sink, Tiny, alive, leftovers, make, make_stage, submitted
 from PIL import Image
 
-from stagemesh.config import Stage
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import sampling_pb2 as sampling_pb
-from stagemesh.v1 import stage_pb2 as stage_pb
-from stagemesh_worker.engines.base import DeviceSet, EngineConfigError, EngineInput, EngineTask
+from stagemesh_worker.engines.base import EngineInput
 from stagemesh_worker.engines.diffusion.engine import DiffusionEngine
-from stagemesh_worker.rundir import run_directory
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module")]
 pytest.importorskip("diffusers")
-
-Tiny = Callable[[str], Path]
-CORE = sorted(os.sched_getaffinity(0))[0]
-DEVICES = DeviceSet(ids=("cpu:0",), cores=(CORE,))
-
-
-def make_stage(folder: Path, **changes: Any) -> Stage:
-    values: dict[str, Any] = {
-        "stage_id": 1,
-        "name": "painter",
-        "stage_type": "diffusion",
-        "model": str(folder),
-        "default_sampling_params": {"num_inference_steps": 5, "guidance_scale": 2.0},
-        **changes,
-    }
-    return Stage(**values)
-
-
-class Sink:
-    """Keeps what a task says; `credit` limits how much it takes before `grant`."""
-
-    def __init__(self, on_progress: Callable[[int], None] = lambda step: None) -> None:
-        self.queue_s = -1.0
-        self.steps: list[frame_pb.Progress] = []
-        self.files: list[frame_pb.MediaOutput] = []
-        self.tensors: dict[str, np.ndarray[Any, Any]] = {}
-        self.finished: frame_pb.StageFinished | None = None
-        self.open = asyncio.Event()
-        self.open.set()
-        self._on_progress = on_progress
-
-    def started(self, engine_queue_s: float = 0.0) -> None:
-        self.queue_s = engine_queue_s
-
-    def tokens(self, token_ids: Sequence[int], text: str) -> None:
-        raise AssertionError("a diffusion stage makes no tokens")
-
-    def text(self, delta: frame_pb.TextDelta) -> None:
-        raise AssertionError("a diffusion stage makes no text")
-
-    def audio(self, chunk: frame_pb.AudioChunk) -> None:
-        raise AssertionError("not used")
-
-    def progress(self, progress: frame_pb.Progress) -> None:
-        self.steps.append(progress)
-        self._on_progress(progress.step)
-
-    def media(self, media: frame_pb.MediaOutput) -> None:
-        self.files.append(media)
-
-    def tensor(self, name: str, array: Any) -> None:
-        self.tensors[name] = array
-
-    def finish(self, finished: frame_pb.StageFinished) -> None:
-        assert self.finished is None
-        self.finished = finished
-
-    @property
-    def writable(self) -> bool:
-        return self.open.is_set()
-
-    async def ready(self) -> None:
-        await self.open.wait()
-
-    @property
-    def picture(self) -> np.ndarray[Any, Any]:
-        (file,) = self.files
-        return np.asarray(Image.open(io.BytesIO(file.data)))
-
-
-def task(
-    text: str = "a red circle", *, delta: bool = True, given: EngineInput | None = None, **params: Any
-) -> EngineTask:
-    extra, lora = params.pop("extra", {}), params.pop("lora", None)
-    more = params.pop("more_input", None)
-    diffusion = sampling_pb.DiffusionSamplingParams(**{"num_inference_steps": 5, "guidance_scale": 2.0, **params})
-    diffusion.extra.update(extra)
-    submit = stage_pb.SubmitTask(
-        slot=1, request_id="r", params=sampling_pb.SamplingParams(diffusion=diffusion), delta=delta, lora=lora
-    )
-    return EngineTask(submit, given or EngineInput(text=text), more)
-
-
-async def make(engine: DiffusionEngine, *args: Any, sink: Sink | None = None, **params: Any) -> Sink:
-    sink = sink or Sink()
-    await asyncio.wait_for(engine.run(task(*args, **params), sink), 60)
-    return sink
-
-
-async def submitted(engine: DiffusionEngine) -> None:
-    """Let tasks that were just made reach the engine's queue."""
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert engine.load().waiting
-
-
-def alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-
-
-def leftovers() -> list[str]:
-    return sorted(path.name for path in run_directory().glob("diffusion-*"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -419,113 +309,3 @@ async def test_two_replicas_make_the_same_picture_from_the_same_seed(engine: Dif
         await other.stop()
         await other.stop()
     assert other.pid is None or not alive(other.pid)
-
-
-async def test_a_killed_child_fails_its_requests_and_says_why(tiny: Tiny) -> None:
-    engine = DiffusionEngine(make_stage(tiny("image")), DEVICES)
-    await engine.start()
-    began = asyncio.Event()
-    running = asyncio.create_task(make(engine, sink=Sink(lambda step: began.set()), num_inference_steps=500))
-    waiting = asyncio.create_task(make(engine))
-    died = asyncio.create_task(engine.died())
-    await asyncio.wait_for(began.wait(), 30)
-    assert engine.pid is not None
-    os.kill(engine.pid, signal.SIGKILL)
-    why = await asyncio.wait_for(died, 10)
-    assert "SIGKILL" in why
-    assert "loaded " in why  # its last lines
-    for broken in (running, waiting):
-        with pytest.raises(MeshError) as caught:
-            await broken
-        assert caught.value.reason is Reason.ENGINE_DEAD
-    with pytest.raises(MeshError) as caught:
-        await make(engine)
-    assert caught.value.reason is Reason.ENGINE_DEAD
-    await engine.stop()
-
-
-async def test_a_frozen_child_is_found_by_its_missing_steps(tiny: Tiny) -> None:
-    engine = DiffusionEngine(make_stage(tiny("image")), DEVICES)
-    await engine.start()
-    began = asyncio.Event()
-    running = asyncio.create_task(make(engine, sink=Sink(lambda step: began.set()), num_inference_steps=500))
-    await asyncio.wait_for(began.wait(), 30)
-    assert engine.pid is not None
-    os.kill(engine.pid, signal.SIGSTOP)
-    try:
-        with pytest.raises(MeshError, match=r"no step ended within 0\.5 s") as caught:
-            await engine.check_progress(0.5)
-        assert caught.value.reason is Reason.ENGINE_STUCK
-        assert engine.load().since_progress_s > 0.3
-        pid = engine.pid
-    finally:
-        await engine.stop()  # a stopped process is ended too
-    with pytest.raises(MeshError):
-        await running
-    assert not alive(pid)
-
-
-PARENT = """
-import asyncio, sys
-from stagemesh.config import Stage
-from stagemesh_worker.engines.base import DeviceSet
-from stagemesh_worker.engines.diffusion.engine import DiffusionEngine
-
-async def main():
-    stage = Stage(stage_id=0, name="painter", stage_type="diffusion", model=sys.argv[1])
-    engine = DiffusionEngine(stage, DeviceSet(ids=("cpu:0",)))
-    await engine.start()
-    print(engine.pid, flush=True)
-    await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-
-
-async def test_the_child_never_outlives_its_engine(tiny: Tiny) -> None:
-    parent = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", PARENT, str(tiny("image")), stdout=subprocess.PIPE
-    )
-    assert parent.stdout is not None
-    pid = int(await asyncio.wait_for(parent.stdout.readline(), 90))
-    assert alive(pid)
-    handle = os.pidfd_open(pid)
-    parent.kill()
-    await parent.wait()
-    ended = asyncio.get_running_loop().create_future()
-    asyncio.get_running_loop().add_reader(handle, lambda: ended.done() or ended.set_result(None))
-    try:
-        await asyncio.wait_for(ended, 10)
-    finally:
-        asyncio.get_running_loop().remove_reader(handle)
-        os.close(handle)
-
-
-# ------------------------------------------------------------------ a start that fails
-async def test_a_folder_without_a_pipeline_is_refused_before_the_start(tmp_path: Path) -> None:
-    with pytest.raises(EngineConfigError, match=r"model: .*no model_index\.json"):
-        DiffusionEngine.check(make_stage(tmp_path))
-
-
-async def test_a_configuration_that_does_not_fit_the_pipeline_is_named(tiny: Tiny) -> None:
-    engine = DiffusionEngine(make_stage(tiny("image"), engine_args={"cache_backend": "first_block_cache"}), DEVICES)
-    try:
-        with pytest.raises(EngineConfigError, match=r"engine_args\.cache_backend: UNet2DConditionModel cannot"):
-            await engine.start()
-    finally:
-        await engine.stop()
-
-
-async def test_weights_that_cannot_be_read_say_so(tiny: Tiny, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    process = await asyncio.create_subprocess_exec("cp", "-r", str(tiny("image")), str(broken))
-    assert await process.wait() == 0
-    (broken / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(b"short")
-    engine = DiffusionEngine(make_stage(broken), DEVICES)
-    try:
-        with pytest.raises(MeshError) as caught:
-            await engine.start()
-        assert caught.value.reason is Reason.START_FAILED
-        assert "afetensor" in caught.value.message
-    finally:
-        await engine.stop()
