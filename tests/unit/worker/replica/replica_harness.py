@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 
 from stagemesh.config import Stage
+from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.rpc.options import open_channel
 from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
@@ -116,6 +117,12 @@ def submit(slot: int, text: str, llm: dict[str, Any] | None = None, **fields: An
             part = task.params.llm
             getattr(part, name).extend(value) if isinstance(value, list) else setattr(part, name, value)
     return task
+
+
+def reason_of(event: stage_pb.TaskEvent) -> Reason:
+    """Why a task failed."""
+    assert event.HasField("failed"), event
+    return MeshError.from_status(event.failed).reason
 
 
 @dataclass
