@@ -21,6 +21,7 @@ from stagemesh.launch.ready_file import write_ready_file
 from stagemesh.rpc.health import Health
 from stagemesh.rpc.security import Security
 from stagemesh.rpc.server import bind, create_server
+from stagemesh.telemetry.tracing import make_tracer
 from stagemesh.v1 import admin_pb2_grpc as admin_rpc
 from stagemesh.v1 import registry_pb2_grpc as registry_rpc
 from stagemesh_head.follower import Follower
@@ -72,8 +73,9 @@ class Head:
     """One head: a registry, a gateway, and the servers before them."""
 
     def __init__(self, pipelines: Sequence[Pipeline], settings: HeadSettings) -> None:
-        """Raises ValueError when a pipeline has an unknown policy or wrong default parameters."""
+        """Raises ValueError when a pipeline has an unknown policy or wrong default parameters; TracingError."""
         self.settings = settings
+        self._tracer = make_tracer("head")
         self.address = ""
         """host:port that clients use, once started."""
         self.registry = Registry(pipelines, settings.registry)
@@ -83,6 +85,7 @@ class Head:
             self.registry.header,
             recovery=settings.recovery,
             call_methods=settings.call_methods,
+            tracer=self._tracer,
             target=lambda pipeline, stage: self.registry.machine.state.stages[StageKey(pipeline, stage)].target,
         )
         self._servers: list[tuple[grpc.aio.Server, Health]] = []
@@ -167,6 +170,8 @@ class Head:
             await server.stop(STOP_GRACE_S)
         if self.settings.ready_file is not None:
             self.settings.ready_file.unlink(missing_ok=True)
+        if self._tracer is not None:
+            await self._tracer.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +192,7 @@ class StandaloneGateway:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
+        self._tracer = make_tracer("gateway")
         self._follower = Follower(settings.head)
         self._gateway: Gateway | None = None
         self._server: grpc.aio.Server | None = None
@@ -201,6 +207,7 @@ class StandaloneGateway:
             self._follower.header,
             recovery=self.settings.recovery,
             link_epoch=self._follower.epoch,
+            tracer=self._tracer,
         )
         gateway.start()
         self._server = create_server(options=[("grpc.so_reuseport", int(self.settings.shares_port))])
@@ -228,6 +235,8 @@ class StandaloneGateway:
             await self._gateway.stop()
         if self._server is not None:
             await self._server.stop(STOP_GRACE_S)
+        if self._tracer is not None:
+            await self._tracer.close()
 
 
 async def serve_gateway(settings: GatewaySettings) -> None:

@@ -18,7 +18,7 @@ from stagemesh.cli.layering import (
     StageOverrides,
 )
 from stagemesh.cli.security import with_security
-from stagemesh.cli.telemetry import LogJson, LogLevel, start_logging
+from stagemesh.cli.telemetry import LogJson, LogLevel, OtlpEndpoint, ask_for_traces, start_logging
 
 
 def register(app: typer.Typer) -> None:
@@ -123,6 +123,7 @@ def head(
     ] = 3,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
+    otlp_endpoint: OtlpEndpoint = "",
 ) -> None:
     """Serve pipelines: coordinate the nodes, and answer clients.
 
@@ -138,6 +139,7 @@ def head(
     from stagemesh_head.registry.settings import RegistrySettings
 
     start_logging("head", log_level, log_json)
+    ask_for_traces(otlp_endpoint)
     loaded = load_pipelines(
         pipelines or [],
         model,
@@ -197,6 +199,7 @@ def gateway(
     shares_port: Annotated[bool, typer.Option("--shares-port", hidden=True)] = False,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
+    otlp_endpoint: OtlpEndpoint = "",
 ) -> None:
     """Serve clients beside a head: scale out over cores and machines, and go on while the head is restarted.
 
@@ -208,6 +211,7 @@ def gateway(
     from stagemesh_head.processes import run_sharing_a_port
 
     start_logging("gateway", log_level, log_json)
+    ask_for_traces(otlp_endpoint)
     if processes > 1:
         raise typer.Exit(run_sharing_a_port(head, listen, processes, drain_timeout, ready_file))
     settings = GatewaySettings(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from stagemesh.config import Pipeline
+from stagemesh.telemetry.tracing import Tracer
 from stagemesh.v1 import header_pb2 as header_pb
 from stagemesh.v1 import inference_pb2_grpc as inference_rpc
 from stagemesh_head.links.calls import StageCalls
@@ -34,11 +35,13 @@ class Gateway:
         target: Callable[[str, str], int] | None = None,
         link_epoch: str = "",
         progress_timeout_s: float = PROGRESS_TIMEOUT_S,
+        tracer: Tracer | None = None,
     ) -> None:
         """Args:
             call_methods: control methods that the operator allows beyond the usual ones.
             progress_timeout_s: a task that says nothing for so long fails its request.
             link_epoch: what replicas tell this process's links by; the head's epoch when empty.
+            tracer: makes the spans of requests; None: nobody wants any.
             target: how many replicas a (pipeline, stage) should have; the pipeline file's number when None.
 
         Raises:
@@ -47,7 +50,7 @@ class Gateway:
         self.pools = Pools(pipelines)
         self.links = LinkManager(membership, link_epoch or header().head_epoch, self.pools.replica_changed)
         self.orchestrator = Orchestrator(
-            pipelines, self.pools, recovery=recovery, progress_timeout_s=progress_timeout_s
+            pipelines, self.pools, recovery=recovery, progress_timeout_s=progress_timeout_s, tracer=tracer
         )
         self.calls = StageCalls(self.links, call_methods)
         catalogue = Catalogue(pipelines, self.pools, target)

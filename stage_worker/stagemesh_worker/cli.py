@@ -9,7 +9,7 @@ import typer
 
 from stagemesh.addresses import default_head
 from stagemesh.cli.security import with_security
-from stagemesh.cli.telemetry import LogJson, LogLevel, start_logging
+from stagemesh.cli.telemetry import LogJson, LogLevel, OtlpEndpoint, ask_for_traces, start_logging
 
 ANY_STAGE = "any"
 
@@ -55,6 +55,7 @@ def worker(
     ] = None,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
+    otlp_endpoint: OtlpEndpoint = "",
 ) -> None:
     """Offer this machine's devices to a head and run the replicas it assigns.
 
@@ -70,6 +71,7 @@ def worker(
     from stagemesh_worker.node.settings import AgentSettings
 
     output = start_logging("node", log_level, log_json)
+    ask_for_traces(otlp_endpoint)
     try:
         settings = AgentSettings(
             head=head,

@@ -18,7 +18,7 @@ from stagemesh.cli.layering import (
     StageOverrides,
 )
 from stagemesh.cli.security import with_security
-from stagemesh.cli.telemetry import LogJson, LogLevel, log_arguments
+from stagemesh.cli.telemetry import LogJson, LogLevel, OtlpEndpoint, log_arguments, trace_arguments
 
 if TYPE_CHECKING:
     from stagemesh.config import Pipeline
@@ -60,10 +60,11 @@ def up(
         float, typer.Option(metavar="SECONDS", help="Time that running requests have at the end.")
     ] = 30.0,
     logs: Annotated[
-        bool, typer.Option("--logs", help="Show the log lines of all processes.", rich_help_panel="Logs")
+        bool, typer.Option("--logs", help="Show the log lines of all processes.", rich_help_panel="Logs and traces")
     ] = False,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
+    otlp_endpoint: OtlpEndpoint = "",
     ready_file: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Written with HOST:PORT once everything is ready.")
     ] = None,
@@ -96,8 +97,9 @@ def up(
     }
     reserved = _reservations(load_pipelines(files, model, **layers), wanted)
     head = [*arguments(files, model, **layers), "--listen", listen, "--drain-timeout", f"{drain_timeout:g}", *reserved]
-    head += log_arguments(log_level, log_json)
-    worker = [*log_arguments(log_level, log_json), *(["--devices", devices] if devices else [])]
+    telemetry = [*log_arguments(log_level, log_json), *trace_arguments(otlp_endpoint)]
+    head += telemetry
+    worker = [*telemetry, *(["--devices", devices] if devices else [])]
     worker += ["--cores-per-device", str(cores_per_device)] if cores_per_device else []
     session = UpSession(
         show_logs=logs, logs_are_json=log_json, init_timeout_s=init_timeout, drain_timeout_s=drain_timeout

@@ -25,6 +25,7 @@ from stagemesh.client.pipelines import AbortResult, PipelineInfo, abort_result, 
 from stagemesh.client.prompts import PromptLike, first_chunk, to_prompt
 from stagemesh.client.requests import RequestOptions, build_request
 from stagemesh.client.sampling import SamplingByStage, needs_stage_types
+from stagemesh.client.tracing import Metadata, given_headers, traced
 from stagemesh.rpc.options import open_channel
 from stagemesh.rpc.security import Security
 from stagemesh.v1 import inference_pb2 as inference_pb
@@ -96,8 +97,8 @@ class AsyncClient:
         Leaving the iteration early cancels the request in every stage: at once with `contextlib.aclosing`, else as soon
         as the event loop finds the abandoned iterator.
         """
-        keeps = options.get("references", False)
-        return self._frames(build_request(prompt, **options), sampling, timeout, keeps)
+        keeps, headers = options.get("references", False), given_headers(options.get("trace_headers"))
+        return self._frames(build_request(prompt, **options), sampling, timeout, keeps, headers)
 
     async def _frames(
         self,
@@ -105,25 +106,27 @@ class AsyncClient:
         sampling: SamplingByStage | None,
         timeout: float | None,
         keeps: bool,
+        headers: Metadata | None,
     ) -> AsyncIterator[Frame]:
-        journey = self._connection.journey(request, timeout, keeps_references=keeps)
+        journey = self._connection.journey(request, timeout, keeps_references=keeps, trace_headers=headers)
         add_sampling(request, sampling, await self._asked_pipeline(request.pipeline, journey, sampling))
-        while True:
-            message, remaining = journey.next_call()
-            call = self._stub().Generate(message, timeout=remaining)
-            try:
-                async for response in call:
-                    frame = journey.accept(response)
-                    if frame is not None:
-                        yield await self._here(frame, journey)
-                if journey.is_finished:
-                    return
-                error = journey.ended_early()
-            except grpc.RpcError as rpc_error:
-                error = from_call(rpc_error, self.address)
-            finally:
-                call.cancel()
-            await asyncio.sleep(journey.delay_after(error))
+        with traced(journey) as metadata:
+            while True:
+                message, remaining = journey.next_call()
+                call = self._stub().Generate(message, timeout=remaining, metadata=metadata)
+                try:
+                    async for response in call:
+                        frame = journey.accept(response)
+                        if frame is not None:
+                            yield await self._here(frame, journey)
+                    if journey.is_finished:
+                        return
+                    error = journey.ended_early()
+                except grpc.RpcError as rpc_error:
+                    error = from_call(rpc_error, self.address)
+                finally:
+                    call.cancel()
+                await asyncio.sleep(journey.delay_after(error))
 
     async def _asked_pipeline(
         self, name: str, journey: Journey, sampling: SamplingByStage | None
@@ -149,9 +152,9 @@ class AsyncClient:
         An exception of `chunks` ends the request and is raised here.
         """
         rest = aiter(chunks)
-        keeps = options.get("references", False)
+        keeps, headers = options.get("references", False), given_headers(options.get("trace_headers"))
         request = build_request(first_chunk(await anext(rest, None)), **options)
-        journey = self._connection.journey(request, timeout, keeps_references=keeps)
+        journey = self._connection.journey(request, timeout, keeps_references=keeps, trace_headers=headers)
         add_sampling(request, sampling, await self._asked_pipeline(request.pipeline, journey, sampling))
         failures: list[Exception] = []
 
@@ -164,22 +167,23 @@ class AsyncClient:
                 failures.append(error)
                 raise  # gRPC cancels the call
 
-        call = self._stub().GenerateInteractive(messages(), timeout=journey.next_call()[1])
-        try:
-            async for response in call:
-                frame = journey.accept(response)
-                if frame is not None:
-                    yield await self._here(frame, journey)
-        except grpc.RpcError as error:
-            raise from_call(error, self.address) from None
-        except asyncio.CancelledError:
-            if failures:  # nobody cancelled us: gRPC cancelled the call
-                raise failures[0] from None
-            raise
-        finally:
-            call.cancel()
-        if not journey.is_finished:
-            raise journey.ended_early()
+        with traced(journey) as metadata:
+            call = self._stub().GenerateInteractive(messages(), timeout=journey.next_call()[1], metadata=metadata)
+            try:
+                async for response in call:
+                    frame = journey.accept(response)
+                    if frame is not None:
+                        yield await self._here(frame, journey)
+            except grpc.RpcError as error:
+                raise from_call(error, self.address) from None
+            except asyncio.CancelledError:
+                if failures:  # nobody cancelled us: gRPC cancelled the call
+                    raise failures[0] from None
+                raise
+            finally:
+                call.cancel()
+            if not journey.is_finished:
+                raise journey.ended_early()
 
     async def fetch(self, reference: Reference, *, timeout: float | None = None) -> Frame:
         """Bring an output that stayed with its replica. See `Client.fetch`."""

@@ -34,7 +34,12 @@ class Connection:
     security: Security = field(default_factory=Security.from_environment)
 
     def journey(
-        self, request: inference_pb.GenerateRequest, timeout_s: float | None, *, keeps_references: bool = False
+        self,
+        request: inference_pb.GenerateRequest,
+        timeout_s: float | None,
+        *,
+        keeps_references: bool = False,
+        trace_headers: Sequence[tuple[str, str]] | None = None,
     ) -> Journey:
         """A request's way, from now."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
@@ -46,6 +51,7 @@ class Connection:
             policy=self.retries,
             clock=time.monotonic,
             keeps_references=keeps_references,
+            trace_headers=trace_headers,
         )
 
 

@@ -7,7 +7,7 @@ is taken up by request id, with what the client has already (`ResumePoint`).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from stagemesh.client.decode import decode
@@ -60,6 +60,7 @@ class Journey:
         clock: Callable[[], float],
         jitter: Callable[[], float] = random.random,
         keeps_references: bool = False,
+        trace_headers: Sequence[tuple[str, str]] | None = None,
     ) -> None:
         self._request = request
         self._timeout_s = timeout_s
@@ -77,6 +78,13 @@ class Journey:
         self.is_finished = False
         self.keeps_references = keeps_references
         """Outputs that stayed with their replicas are left there."""
+        self.trace_headers = trace_headers
+        """The caller's own; None: it gave none."""
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self._request.request_id
 
     @property
     def time_left_s(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from stagemesh.client.errors import InvalidRequest, invalid
@@ -49,6 +49,12 @@ class RequestOptions(TypedDict, total=False):
     """Weight of the adapter; None is 1."""
     cache_salt: str
     """Separates prefix caches of tenants."""
+    data_parallel_rank: int | None
+    """Rank inside the replica, for engines that have several."""
+    reasoning_ended: bool | None
+    """The reasoning part of the output is over, for structured outputs."""
+    trace_headers: Mapping[str, str] | None
+    """W3C `traceparent` and `tracestate` of the caller's span. Not needed in a program that uses OpenTelemetry."""
     references: bool
     """Leave large outputs with their replicas: they come as a `Reference`, which `fetch` brings. Else they are fetched
     as they come."""
@@ -70,8 +76,13 @@ def build_request(
     cache_salt: str = "",
     request_id: str | None = None,
     references: bool = False,
+    data_parallel_rank: int | None = None,
+    reasoning_ended: bool | None = None,
+    trace_headers: Mapping[str, str] | None = None,
 ) -> inference_pb.GenerateRequest:
-    """A request without its sampling parameters; `RequestOptions` explains the rest. `references` is the client's own.
+    """A request without its sampling parameters; `RequestOptions` explains the rest.
+
+    `references` is the client's own, and `trace_headers` travel as the call's metadata.
 
     Raises:
         InvalidRequest: naming the argument.
@@ -96,7 +107,12 @@ def build_request(
         session_id=session_id,
         recovery_policy=_RECOVERY[recovery],
         cache_salt=cache_salt,
+        reasoning_ended=reasoning_ended,
     )
+    if data_parallel_rank is not None:
+        if not 0 <= data_parallel_rank < 1 << 32:
+            raise invalid("data_parallel_rank", data_parallel_rank, "want a whole number of at least 0")
+        request.data_parallel_rank = data_parallel_rank
     if lora:
         request.lora.CopyFrom(sampling_pb.LoraRequest(name=lora, scale=lora_scale))
     if (size := request.ByteSize()) > MAX_MESSAGE_BYTES:

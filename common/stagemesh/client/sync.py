@@ -25,6 +25,7 @@ from stagemesh.client.pipelines import AbortResult, PipelineInfo, abort_result, 
 from stagemesh.client.prompts import PromptLike, first_chunk, to_prompt
 from stagemesh.client.requests import RequestOptions, build_request
 from stagemesh.client.sampling import SamplingByStage, needs_stage_types
+from stagemesh.client.tracing import given_headers, traced
 from stagemesh.rpc.options import channel_credentials, channel_options
 from stagemesh.rpc.security import Security
 from stagemesh.v1 import inference_pb2 as inference_pb
@@ -111,9 +112,9 @@ class Client:
         Raises:
             StageMeshError: see `stagemesh.client.errors`; wrong arguments at once, the rest while iterating.
         """
-        keeps = options.get("references", False)
+        keeps, headers = options.get("references", False), given_headers(options.get("trace_headers"))
         request = build_request(prompt, **options)
-        journey = self._connection.journey(request, timeout, keeps_references=keeps)
+        journey = self._connection.journey(request, timeout, keeps_references=keeps, trace_headers=headers)
         add_sampling(request, sampling, self._asked_pipeline(request.pipeline, journey, sampling))
         return self._frames(journey)
 
@@ -127,22 +128,23 @@ class Client:
         return None
 
     def _frames(self, journey: Journey) -> Iterator[Frame]:
-        while True:
-            message, timeout = journey.next_call()
-            call = self._stub.Generate(message, timeout=timeout)
-            try:
-                for response in call:
-                    frame = journey.accept(response)
-                    if frame is not None:
-                        yield self._here(frame, journey)
-                if journey.is_finished:
-                    return
-                error = journey.ended_early()
-            except grpc.RpcError as rpc_error:
-                error = from_call(rpc_error, self.address)
-            finally:
-                call.cancel()
-            time.sleep(journey.delay_after(error))
+        with traced(journey) as metadata:
+            while True:
+                message, timeout = journey.next_call()
+                call = self._stub.Generate(message, timeout=timeout, metadata=metadata)
+                try:
+                    for response in call:
+                        frame = journey.accept(response)
+                        if frame is not None:
+                            yield self._here(frame, journey)
+                    if journey.is_finished:
+                        return
+                    error = journey.ended_early()
+                except grpc.RpcError as rpc_error:
+                    error = from_call(rpc_error, self.address)
+                finally:
+                    call.cancel()
+                time.sleep(journey.delay_after(error))
 
     def generate_interactive(
         self,
@@ -158,9 +160,9 @@ class Client:
         breaks is not taken up, since what `chunks` gave cannot be had again.
         """
         rest = iter(chunks)
-        keeps = options.get("references", False)
+        keeps, headers = options.get("references", False), given_headers(options.get("trace_headers"))
         request = build_request(first_chunk(next(rest, None)), **options)
-        journey = self._connection.journey(request, timeout, keeps_references=keeps)
+        journey = self._connection.journey(request, timeout, keeps_references=keeps, trace_headers=headers)
         add_sampling(request, sampling, self._asked_pipeline(request.pipeline, journey, sampling))
         return self._interactive_frames(request, rest, journey)
 
@@ -172,18 +174,19 @@ class Client:
             for chunk in rest:
                 yield inference_pb.GenerateInteractiveRequest(append=to_prompt(chunk))
 
-        call = self._stub.GenerateInteractive(messages(), timeout=journey.next_call()[1])
-        try:
-            for response in call:
-                frame = journey.accept(response)
-                if frame is not None:
-                    yield self._here(frame, journey)
-        except grpc.RpcError as error:
-            raise from_call(error, self.address) from None
-        finally:
-            call.cancel()
-        if not journey.is_finished:
-            raise journey.ended_early()
+        with traced(journey) as metadata:
+            call = self._stub.GenerateInteractive(messages(), timeout=journey.next_call()[1], metadata=metadata)
+            try:
+                for response in call:
+                    frame = journey.accept(response)
+                    if frame is not None:
+                        yield self._here(frame, journey)
+            except grpc.RpcError as error:
+                raise from_call(error, self.address) from None
+            finally:
+                call.cancel()
+            if not journey.is_finished:
+                raise journey.ended_early()
 
     def fetch(self, reference: Reference, *, timeout: float | None = None) -> Frame:
         """Bring an output that stayed with its replica: the `TensorFrame`, `Media` or `AudioChunk` it stands for.

@@ -454,6 +454,7 @@ class StageFinished(google.protobuf.message.Message):
     REPLICAS_FIELD_NUMBER: builtins.int
     RECOVERY_FIELD_NUMBER: builtins.int
     EXTRA_FIELD_NUMBER: builtins.int
+    TRANSFERS_FIELD_NUMBER: builtins.int
     finish_reason: Global___FinishReason.ValueType
     """Why it ended; of completion 0 when n > 1."""
     stop_reason: builtins.str
@@ -476,6 +477,10 @@ class StageFinished(google.protobuf.message.Message):
     def extra(self) -> google.protobuf.struct_pb2.Struct:
         """What the engine has to add, such as kv_transfer_params."""
 
+    @property
+    def transfers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EdgeTransfer]:
+        """What was brought from the stages before, an entry for each of them."""
+
     def __init__(
         self,
         *,
@@ -486,8 +491,38 @@ class StageFinished(google.protobuf.message.Message):
         replicas: collections.abc.Iterable[stagemesh.v1.replica_pb2.ReplicaRef] | None = ...,
         recovery: builtins.str = ...,
         extra: google.protobuf.struct_pb2.Struct | None = ...,
+        transfers: collections.abc.Iterable[Global___EdgeTransfer] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["extra", b"extra", "timings", b"timings", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["extra", b"extra", "finish_reason", b"finish_reason", "recovery", b"recovery", "replicas", b"replicas", "stop_reason", b"stop_reason", "timings", b"timings", "usage", b"usage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["extra", b"extra", "finish_reason", b"finish_reason", "recovery", b"recovery", "replicas", b"replicas", "stop_reason", b"stop_reason", "timings", b"timings", "transfers", b"transfers", "usage", b"usage"]) -> None: ...
 
 Global___StageFinished: typing_extensions.TypeAlias = StageFinished
+
+@typing.final
+class EdgeTransfer(google.protobuf.message.Message):
+    """EdgeTransfer says what an output of the stage before cost on its way."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    DURATION_FIELD_NUMBER: builtins.int
+    source: builtins.str
+    """The stage that made it."""
+    size_bytes: builtins.int
+    """Bytes of its text, tokens, files and tensors."""
+    @property
+    def duration(self) -> google.protobuf.duration_pb2.Duration:
+        """Time until all of it was there."""
+
+    def __init__(
+        self,
+        *,
+        source: builtins.str = ...,
+        size_bytes: builtins.int = ...,
+        duration: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["duration", b"duration"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["duration", b"duration", "size_bytes", b"size_bytes", "source", b"source"]) -> None: ...
+
+Global___EdgeTransfer: typing_extensions.TypeAlias = EdgeTransfer

@@ -31,7 +31,7 @@ from stagemesh.v1 import replica_pb2 as stagemesh_dot_v1_dot_replica__pb2
 from stagemesh.v1 import sampling_pb2 as stagemesh_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stagemesh/v1/stage.proto\x12\x0cstagemesh.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x17google/rpc/status.proto\x1a\x18stagemesh/v1/frame.proto\x1a\x19stagemesh/v1/prompt.proto\x1a\x1astagemesh/v1/replica.proto\x1a\x1bstagemesh/v1/sampling.proto\"\xe2\x01\n\x0e\x45xecuteRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x16.stagemesh.v1.OpenLink\x12)\n\x07submits\x18\x02 \x03(\x0b\x32\x18.stagemesh.v1.SubmitTask\x12*\n\x07\x61ppends\x18\x03 \x03(\x0b\x32\x19.stagemesh.v1.AppendInput\x12\'\n\x06\x61\x62orts\x18\x04 \x03(\x0b\x32\x17.stagemesh.v1.AbortTask\x12*\n\x07\x63redits\x18\x05 \x03(\x0b\x32\x19.stagemesh.v1.GrantCredit\"I\n\x08OpenLink\x12\x12\n\nhead_epoch\x18\x01 \x01(\t\x12)\n\x07replica\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.ReplicaRef\"\x86\x05\n\nSubmitTask\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12$\n\x06prompt\x18\x04 \x01(\x0b\x32\x14.stagemesh.v1.Prompt\x12,\n\x06inputs\x18\x05 \x03(\x0b\x32\x1c.stagemesh.v1.UpstreamOutput\x12,\n\x06params\x18\x06 \x01(\x0b\x32\x1c.stagemesh.v1.SamplingParams\x12\r\n\x05\x64\x65lta\x18\x07 \x01(\x08\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12,\n\ttime_left\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10resume_token_ids\x18\n \x03(\r\x12\x12\n\nmore_input\x18\x0b \x01(\x08\x12\x0e\n\x06\x63redit\x18\x0c \x01(\r\x12\x12\n\nlast_stage\x18\r \x01(\x08\x12\'\n\x04lora\x18\x0e \x01(\x0b\x32\x19.stagemesh.v1.LoraRequest\x12\x12\n\ncache_salt\x18\x0f \x01(\t\x12\x1f\n\x12\x64\x61ta_parallel_rank\x18\x10 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0freasoning_ended\x18\x11 \x01(\x08H\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x12 \x01(\t\x12\x33\n\x12kv_transfer_params\x18\x13 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x16\n\x0e\x63ompanion_role\x18\x14 \x01(\t\x12\x19\n\x11resume_text_chars\x18\x15 \x01(\rB\x15\n\x13_data_parallel_rankB\x12\n\x10_reasoning_ended\"\xe7\x01\n\x0eUpstreamOutput\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12(\n\x05media\x18\x05 \x03(\x0b\x32\x19.stagemesh.v1.MediaOutput\x12.\n\x0c\x61udio_chunks\x18\x06 \x03(\x0b\x32\x18.stagemesh.v1.AudioChunk\x12+\n\x07tensors\x18\x07 \x03(\x0b\x32\x1a.stagemesh.v1.TensorOutput\x12\x10\n\x08\x66inished\x18\x08 \x01(\x08\"\xaa\x01\n\x0b\x41ppendInput\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1c.stagemesh.v1.UpstreamOutput\x12$\n\x06prompt\x18\x03 \x01(\x0b\x32\x14.stagemesh.v1.Prompt\x12,\n\x06params\x18\x04 \x01(\x0b\x32\x1c.stagemesh.v1.SamplingParams\x12\x0c\n\x04last\x18\x05 \x01(\x08\")\n\tAbortTask\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"*\n\x0bGrantCredit\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05units\x18\x02 \x01(\r\"\xb8\x01\n\x0f\x45xecuteResponse\x12&\n\x05ready\x18\x01 \x01(\x0b\x32\x17.stagemesh.v1.LinkReady\x12+\n\x07\x63olumns\x18\x02 \x01(\x0b\x32\x1a.stagemesh.v1.TokenColumns\x12\'\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x17.stagemesh.v1.TaskEvent\x12\'\n\x04load\x18\x04 \x01(\x0b\x32\x19.stagemesh.v1.ReplicaLoad\"O\n\tLinkReady\x12)\n\x07replica\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.ReplicaRef\x12\x17\n\x0fmax_concurrency\x18\x02 \x01(\r\"O\n\x0cTokenColumns\x12\r\n\x05slots\x18\x01 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\r\n\x05texts\x18\x04 \x03(\t\"\xe6\x03\n\tTaskEvent\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12,\n\x07started\x18\x02 \x01(\x0b\x32\x19.stagemesh.v1.TaskStartedH\x00\x12\'\n\x04text\x18\x03 \x01(\x0b\x32\x17.stagemesh.v1.TextDeltaH\x00\x12*\n\x08progress\x18\x04 \x01(\x0b\x32\x16.stagemesh.v1.ProgressH\x00\x12*\n\x05media\x18\x05 \x01(\x0b\x32\x19.stagemesh.v1.MediaOutputH\x00\x12/\n\x0b\x61udio_chunk\x18\x06 \x01(\x0b\x32\x18.stagemesh.v1.AudioChunkH\x00\x12,\n\x06tensor\x18\x07 \x01(\x0b\x32\x1a.stagemesh.v1.TensorOutputH\x00\x12/\n\x08\x66inished\x18\x08 \x01(\x0b\x32\x1b.stagemesh.v1.StageFinishedH\x00\x12$\n\x06\x66\x61iled\x18\t \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12,\n\x07\x61\x62orted\x18\n \x01(\x0b\x32\x19.stagemesh.v1.TaskAbortedH\x00\x12/\n\x0binput_taken\x18\x0b \x01(\x0b\x32\x18.stagemesh.v1.InputTakenH\x00\x42\x07\n\x05\x65vent\"\x1c\n\nInputTaken\x12\x0e\n\x06\x63hunks\x18\x01 \x01(\r\"k\n\x0bTaskStarted\x12/\n\x0c\x65ngine_queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08transfer\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"1\n\x0bTaskAborted\x12\"\n\x05usage\x18\x01 \x01(\x0b\x32\x13.stagemesh.v1.Usage\"p\n\x0b\x43\x61llRequest\x12\x0e\n\x06method\x18\x01 \x01(\t\x12(\n\x04\x61rgs\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.ListValue\x12\'\n\x06kwargs\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"6\n\x0c\x43\x61llResponse\x12&\n\x06result\x18\x01 \x01(\x0b\x32\x16.google.protobuf.Value\"\x16\n\x14\x44\x65scribeStageRequest\"\xf9\x01\n\x15\x44\x65scribeStageResponse\x12)\n\x07replica\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.ReplicaRef\x12\x19\n\x11pipeline_revision\x18\x02 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x04 \x01(\t\x12\x17\n\x0fsupported_tasks\x18\x05 \x03(\t\x12\x14\n\x0c\x63\x61ll_methods\x18\x06 \x03(\t\x12\x12\n\ndevice_ids\x18\x07 \x03(\t\x12/\n\x0foutput_modality\x18\x08 \x01(\x0e\x32\x16.stagemesh.v1.Modality2\xf3\x01\n\x0cStageService\x12J\n\x07\x45xecute\x12\x1c.stagemesh.v1.ExecuteRequest\x1a\x1d.stagemesh.v1.ExecuteResponse(\x01\x30\x01\x12=\n\x04\x43\x61ll\x12\x19.stagemesh.v1.CallRequest\x1a\x1a.stagemesh.v1.CallResponse\x12X\n\rDescribeStage\x12\".stagemesh.v1.DescribeStageRequest\x1a#.stagemesh.v1.DescribeStageResponseB<\n\x10\x64\x65v.stagemesh.v1P\x01Z&stagemesh.dev/stagemesh/v1;stagemeshv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stagemesh/v1/stage.proto\x12\x0cstagemesh.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x17google/rpc/status.proto\x1a\x18stagemesh/v1/frame.proto\x1a\x19stagemesh/v1/prompt.proto\x1a\x1astagemesh/v1/replica.proto\x1a\x1bstagemesh/v1/sampling.proto\"\xe2\x01\n\x0e\x45xecuteRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x16.stagemesh.v1.OpenLink\x12)\n\x07submits\x18\x02 \x03(\x0b\x32\x18.stagemesh.v1.SubmitTask\x12*\n\x07\x61ppends\x18\x03 \x03(\x0b\x32\x19.stagemesh.v1.AppendInput\x12\'\n\x06\x61\x62orts\x18\x04 \x03(\x0b\x32\x17.stagemesh.v1.AbortTask\x12*\n\x07\x63redits\x18\x05 \x03(\x0b\x32\x19.stagemesh.v1.GrantCredit\"I\n\x08OpenLink\x12\x12\n\nhead_epoch\x18\x01 \x01(\t\x12)\n\x07replica\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.ReplicaRef\"\x9a\x05\n\nSubmitTask\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12$\n\x06prompt\x18\x04 \x01(\x0b\x32\x14.stagemesh.v1.Prompt\x12,\n\x06inputs\x18\x05 \x03(\x0b\x32\x1c.stagemesh.v1.UpstreamOutput\x12,\n\x06params\x18\x06 \x01(\x0b\x32\x1c.stagemesh.v1.SamplingParams\x12\r\n\x05\x64\x65lta\x18\x07 \x01(\x08\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12,\n\ttime_left\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10resume_token_ids\x18\n \x03(\r\x12\x12\n\nmore_input\x18\x0b \x01(\x08\x12\x0e\n\x06\x63redit\x18\x0c \x01(\r\x12\x12\n\nlast_stage\x18\r \x01(\x08\x12\'\n\x04lora\x18\x0e \x01(\x0b\x32\x19.stagemesh.v1.LoraRequest\x12\x12\n\ncache_salt\x18\x0f \x01(\t\x12\x1f\n\x12\x64\x61ta_parallel_rank\x18\x10 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0freasoning_ended\x18\x11 \x01(\x08H\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x12 \x01(\t\x12\x33\n\x12kv_transfer_params\x18\x13 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x16\n\x0e\x63ompanion_role\x18\x14 \x01(\t\x12\x19\n\x11resume_text_chars\x18\x15 \x01(\r\x12\x12\n\ntracestate\x18\x16 \x01(\tB\x15\n\x13_data_parallel_rankB\x12\n\x10_reasoning_ended\"\xe7\x01\n\x0eUpstreamOutput\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12(\n\x05media\x18\x05 \x03(\x0b\x32\x19.stagemesh.v1.MediaOutput\x12.\n\x0c\x61udio_chunks\x18\x06 \x03(\x0b\x32\x18.stagemesh.v1.AudioChunk\x12+\n\x07tensors\x18\x07 \x03(\x0b\x32\x1a.stagemesh.v1.TensorOutput\x12\x10\n\x08\x66inished\x18\x08 \x01(\x08\"\xaa\x01\n\x0b\x41ppendInput\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1c.stagemesh.v1.UpstreamOutput\x12$\n\x06prompt\x18\x03 \x01(\x0b\x32\x14.stagemesh.v1.Prompt\x12,\n\x06params\x18\x04 \x01(\x0b\x32\x1c.stagemesh.v1.SamplingParams\x12\x0c\n\x04last\x18\x05 \x01(\x08\")\n\tAbortTask\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"*\n\x0bGrantCredit\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05units\x18\x02 \x01(\r\"\xb8\x01\n\x0f\x45xecuteResponse\x12&\n\x05ready\x18\x01 \x01(\x0b\x32\x17.stagemesh.v1.LinkReady\x12+\n\x07\x63olumns\x18\x02 \x01(\x0b\x32\x1a.stagemesh.v1.TokenColumns\x12\'\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x17.stagemesh.v1.TaskEvent\x12\'\n\x04load\x18\x04 \x01(\x0b\x32\x19.stagemesh.v1.ReplicaLoad\"O\n\tLinkReady\x12)\n\x07replica\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.ReplicaRef\x12\x17\n\x0fmax_concurrency\x18\x02 \x01(\r\"O\n\x0cTokenColumns\x12\r\n\x05slots\x18\x01 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\r\n\x05texts\x18\x04 \x03(\t\"\xe6\x03\n\tTaskEvent\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12,\n\x07started\x18\x02 \x01(\x0b\x32\x19.stagemesh.v1.TaskStartedH\x00\x12\'\n\x04text\x18\x03 \x01(\x0b\x32\x17.stagemesh.v1.TextDeltaH\x00\x12*\n\x08progress\x18\x04 \x01(\x0b\x32\x16.stagemesh.v1.ProgressH\x00\x12*\n\x05media\x18\x05 \x01(\x0b\x32\x19.stagemesh.v1.MediaOutputH\x00\x12/\n\x0b\x61udio_chunk\x18\x06 \x01(\x0b\x32\x18.stagemesh.v1.AudioChunkH\x00\x12,\n\x06tensor\x18\x07 \x01(\x0b\x32\x1a.stagemesh.v1.TensorOutputH\x00\x12/\n\x08\x66inished\x18\x08 \x01(\x0b\x32\x1b.stagemesh.v1.StageFinishedH\x00\x12$\n\x06\x66\x61iled\x18\t \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12,\n\x07\x61\x62orted\x18\n \x01(\x0b\x32\x19.stagemesh.v1.TaskAbortedH\x00\x12/\n\x0binput_taken\x18\x0b \x01(\x0b\x32\x18.stagemesh.v1.InputTakenH\x00\x42\x07\n\x05\x65vent\"\x1c\n\nInputTaken\x12\x0e\n\x06\x63hunks\x18\x01 \x01(\r\"k\n\x0bTaskStarted\x12/\n\x0c\x65ngine_queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08transfer\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"1\n\x0bTaskAborted\x12\"\n\x05usage\x18\x01 \x01(\x0b\x32\x13.stagemesh.v1.Usage\"p\n\x0b\x43\x61llRequest\x12\x0e\n\x06method\x18\x01 \x01(\t\x12(\n\x04\x61rgs\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.ListValue\x12\'\n\x06kwargs\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"6\n\x0c\x43\x61llResponse\x12&\n\x06result\x18\x01 \x01(\x0b\x32\x16.google.protobuf.Value\"\x16\n\x14\x44\x65scribeStageRequest\"\xf9\x01\n\x15\x44\x65scribeStageResponse\x12)\n\x07replica\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.ReplicaRef\x12\x19\n\x11pipeline_revision\x18\x02 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x04 \x01(\t\x12\x17\n\x0fsupported_tasks\x18\x05 \x03(\t\x12\x14\n\x0c\x63\x61ll_methods\x18\x06 \x03(\t\x12\x12\n\ndevice_ids\x18\x07 \x03(\t\x12/\n\x0foutput_modality\x18\x08 \x01(\x0e\x32\x16.stagemesh.v1.Modality2\xf3\x01\n\x0cStageService\x12J\n\x07\x45xecute\x12\x1c.stagemesh.v1.ExecuteRequest\x1a\x1d.stagemesh.v1.ExecuteResponse(\x01\x30\x01\x12=\n\x04\x43\x61ll\x12\x19.stagemesh.v1.CallRequest\x1a\x1a.stagemesh.v1.CallResponse\x12X\n\rDescribeStage\x12\".stagemesh.v1.DescribeStageRequest\x1a#.stagemesh.v1.DescribeStageResponseB<\n\x10\x64\x65v.stagemesh.v1P\x01Z&stagemesh.dev/stagemesh/v1;stagemeshv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,37 +44,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENLINK']._serialized_start=468
   _globals['_OPENLINK']._serialized_end=541
   _globals['_SUBMITTASK']._serialized_start=544
-  _globals['_SUBMITTASK']._serialized_end=1190
-  _globals['_UPSTREAMOUTPUT']._serialized_start=1193
-  _globals['_UPSTREAMOUTPUT']._serialized_end=1424
-  _globals['_APPENDINPUT']._serialized_start=1427
-  _globals['_APPENDINPUT']._serialized_end=1597
-  _globals['_ABORTTASK']._serialized_start=1599
-  _globals['_ABORTTASK']._serialized_end=1640
-  _globals['_GRANTCREDIT']._serialized_start=1642
-  _globals['_GRANTCREDIT']._serialized_end=1684
-  _globals['_EXECUTERESPONSE']._serialized_start=1687
-  _globals['_EXECUTERESPONSE']._serialized_end=1871
-  _globals['_LINKREADY']._serialized_start=1873
-  _globals['_LINKREADY']._serialized_end=1952
-  _globals['_TOKENCOLUMNS']._serialized_start=1954
-  _globals['_TOKENCOLUMNS']._serialized_end=2033
-  _globals['_TASKEVENT']._serialized_start=2036
-  _globals['_TASKEVENT']._serialized_end=2522
-  _globals['_INPUTTAKEN']._serialized_start=2524
-  _globals['_INPUTTAKEN']._serialized_end=2552
-  _globals['_TASKSTARTED']._serialized_start=2554
-  _globals['_TASKSTARTED']._serialized_end=2661
-  _globals['_TASKABORTED']._serialized_start=2663
-  _globals['_TASKABORTED']._serialized_end=2712
-  _globals['_CALLREQUEST']._serialized_start=2714
-  _globals['_CALLREQUEST']._serialized_end=2826
-  _globals['_CALLRESPONSE']._serialized_start=2828
-  _globals['_CALLRESPONSE']._serialized_end=2882
-  _globals['_DESCRIBESTAGEREQUEST']._serialized_start=2884
-  _globals['_DESCRIBESTAGEREQUEST']._serialized_end=2906
-  _globals['_DESCRIBESTAGERESPONSE']._serialized_start=2909
-  _globals['_DESCRIBESTAGERESPONSE']._serialized_end=3158
-  _globals['_STAGESERVICE']._serialized_start=3161
-  _globals['_STAGESERVICE']._serialized_end=3404
+  _globals['_SUBMITTASK']._serialized_end=1210
+  _globals['_UPSTREAMOUTPUT']._serialized_start=1213
+  _globals['_UPSTREAMOUTPUT']._serialized_end=1444
+  _globals['_APPENDINPUT']._serialized_start=1447
+  _globals['_APPENDINPUT']._serialized_end=1617
+  _globals['_ABORTTASK']._serialized_start=1619
+  _globals['_ABORTTASK']._serialized_end=1660
+  _globals['_GRANTCREDIT']._serialized_start=1662
+  _globals['_GRANTCREDIT']._serialized_end=1704
+  _globals['_EXECUTERESPONSE']._serialized_start=1707
+  _globals['_EXECUTERESPONSE']._serialized_end=1891
+  _globals['_LINKREADY']._serialized_start=1893
+  _globals['_LINKREADY']._serialized_end=1972
+  _globals['_TOKENCOLUMNS']._serialized_start=1974
+  _globals['_TOKENCOLUMNS']._serialized_end=2053
+  _globals['_TASKEVENT']._serialized_start=2056
+  _globals['_TASKEVENT']._serialized_end=2542
+  _globals['_INPUTTAKEN']._serialized_start=2544
+  _globals['_INPUTTAKEN']._serialized_end=2572
+  _globals['_TASKSTARTED']._serialized_start=2574
+  _globals['_TASKSTARTED']._serialized_end=2681
+  _globals['_TASKABORTED']._serialized_start=2683
+  _globals['_TASKABORTED']._serialized_end=2732
+  _globals['_CALLREQUEST']._serialized_start=2734
+  _globals['_CALLREQUEST']._serialized_end=2846
+  _globals['_CALLRESPONSE']._serialized_start=2848
+  _globals['_CALLRESPONSE']._serialized_end=2902
+  _globals['_DESCRIBESTAGEREQUEST']._serialized_start=2904
+  _globals['_DESCRIBESTAGEREQUEST']._serialized_end=2926
+  _globals['_DESCRIBESTAGERESPONSE']._serialized_start=2929
+  _globals['_DESCRIBESTAGERESPONSE']._serialized_end=3178
+  _globals['_STAGESERVICE']._serialized_start=3181
+  _globals['_STAGESERVICE']._serialized_end=3424
 # @@protoc_insertion_point(module_scope)

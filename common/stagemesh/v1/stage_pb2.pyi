@@ -122,6 +122,7 @@ class SubmitTask(google.protobuf.message.Message):
     KV_TRANSFER_PARAMS_FIELD_NUMBER: builtins.int
     COMPANION_ROLE_FIELD_NUMBER: builtins.int
     RESUME_TEXT_CHARS_FIELD_NUMBER: builtins.int
+    TRACESTATE_FIELD_NUMBER: builtins.int
     slot: builtins.int
     """Small number that stands for the task on this stream; free again after its Finished, Failed or Aborted event."""
     request_id: builtins.str
@@ -147,13 +148,15 @@ class SubmitTask(google.protobuf.message.Message):
     reasoning_ended: builtins.bool
     """The reasoning part of the output is over."""
     traceparent: builtins.str
-    """W3C trace context."""
+    """W3C trace context: the span that the task belongs to."""
     companion_role: builtins.str
     """Role among its companions; empty for the parent."""
     resume_text_chars: builtins.int
     """Characters (code points) of text the head already has, with `resume_token_ids`: text that the lost replica held
     back, such as the start of a stop text, is sent again.
     """
+    tracestate: builtins.str
+    """What tracing systems add to `traceparent`, as W3C has it."""
     @property
     def prompt(self) -> stagemesh.v1.prompt_pb2.Prompt:
         """The request's prompt."""
@@ -208,9 +211,10 @@ class SubmitTask(google.protobuf.message.Message):
         kv_transfer_params: google.protobuf.struct_pb2.Struct | None = ...,
         companion_role: builtins.str = ...,
         resume_text_chars: builtins.int = ...,
+        tracestate: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_reasoning_ended", b"_reasoning_ended", "data_parallel_rank", b"data_parallel_rank", "kv_transfer_params", b"kv_transfer_params", "lora", b"lora", "params", b"params", "prompt", b"prompt", "reasoning_ended", b"reasoning_ended", "time_left", b"time_left"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_reasoning_ended", b"_reasoning_ended", "attempt", b"attempt", "cache_salt", b"cache_salt", "companion_role", b"companion_role", "credit", b"credit", "data_parallel_rank", b"data_parallel_rank", "delta", b"delta", "inputs", b"inputs", "kv_transfer_params", b"kv_transfer_params", "last_stage", b"last_stage", "lora", b"lora", "more_input", b"more_input", "params", b"params", "priority", b"priority", "prompt", b"prompt", "reasoning_ended", b"reasoning_ended", "request_id", b"request_id", "resume_text_chars", b"resume_text_chars", "resume_token_ids", b"resume_token_ids", "slot", b"slot", "time_left", b"time_left", "traceparent", b"traceparent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_reasoning_ended", b"_reasoning_ended", "attempt", b"attempt", "cache_salt", b"cache_salt", "companion_role", b"companion_role", "credit", b"credit", "data_parallel_rank", b"data_parallel_rank", "delta", b"delta", "inputs", b"inputs", "kv_transfer_params", b"kv_transfer_params", "last_stage", b"last_stage", "lora", b"lora", "more_input", b"more_input", "params", b"params", "priority", b"priority", "prompt", b"prompt", "reasoning_ended", b"reasoning_ended", "request_id", b"request_id", "resume_text_chars", b"resume_text_chars", "resume_token_ids", b"resume_token_ids", "slot", b"slot", "time_left", b"time_left", "traceparent", b"traceparent", "tracestate", b"tracestate"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]) -> typing.Literal["data_parallel_rank"] | None: ...
     @typing.overload

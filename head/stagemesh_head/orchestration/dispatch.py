@@ -47,7 +47,8 @@ def submission(
         credit=credit,
         last_stage=not planned.consumers,
         cache_salt=request.cache_salt,
-        traceparent=plan.traceparent,
+        traceparent=plan.trace.traceparent,
+        tracestate=plan.trace.tracestate,
     )
     if request.HasField("lora"):
         command.lora.CopyFrom(request.lora)

@@ -9,6 +9,8 @@ from time import monotonic
 
 from stagemesh.config import Pipeline
 from stagemesh.rpc.errors import MeshError, Reason, invalid
+from stagemesh.telemetry.context import NO_TRACE, TraceContext
+from stagemesh.telemetry.tracing import Tracer
 from stagemesh.v1 import admin_pb2 as admin_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.v1 import prompt_pb2 as prompt_pb
@@ -22,6 +24,7 @@ from stagemesh_head.orchestration.pacer import Pacer
 from stagemesh_head.orchestration.plan import Planner
 from stagemesh_head.orchestration.recovery import RecoveryLimits
 from stagemesh_head.orchestration.run import ABORT_TIMEOUT_S, RequestRun, Surroundings
+from stagemesh_head.orchestration.tracing import RequestTrace
 from stagemesh_head.registry.rows import ReplicaKey
 from stagemesh_head.registry.words import pipeline_named
 from stagemesh_head.routing.admission import Admission, Place
@@ -46,8 +49,10 @@ class Orchestrator:
         *,
         recovery: RecoveryLimits | None = None,
         progress_timeout_s: float = PROGRESS_TIMEOUT_S,
+        tracer: Tracer | None = None,
     ) -> None:
         """Raises ValueError when a pipeline's default sampling parameters are wrong."""
+        self._tracer = tracer
         self._planners = {pipeline.name: Planner(pipeline) for pipeline in pipelines}
         self.admissions = {
             name: Admission(
@@ -94,7 +99,7 @@ class Orchestrator:
         request: inference_pb.GenerateRequest,
         *,
         time_left_s: float | None = None,
-        traceparent: str = "",
+        trace: TraceContext = NO_TRACE,
         is_interactive: bool = False,
         client: str = "",
     ) -> RequestRun:
@@ -102,14 +107,36 @@ class Orchestrator:
 
         Args:
             time_left_s: of the client's call; without one the pipeline's request timeout holds.
+            trace: the client's span, which goes on in the stages.
             client: whose bound it counts against; empty: nobody's.
 
         Raises:
             MeshError: it is not valid, its id is running, or the mesh is at its limit; nothing was submitted.
         """
+        if self._tracer is None:
+            return self._open(request, time_left_s, trace, is_interactive, client, None)
+        spans = RequestTrace(self._tracer, trace, request)
+        try:
+            recorded = spans if spans.is_recording else None
+            return self._open(request, time_left_s, spans.context, is_interactive, client, recorded)
+        except MeshError as error:
+            spans.refused(error)
+            raise
+
+    def _open(
+        self,
+        request: inference_pb.GenerateRequest,
+        time_left_s: float | None,
+        trace: TraceContext,
+        is_interactive: bool,
+        client: str,
+        spans: RequestTrace | None,
+    ) -> RequestRun:
         if self._refuses is not None:
             raise self._refuses
         planner = self._planner(request.pipeline)
+        if spans is not None:
+            spans.pipeline = planner.pipeline.name
         check_envelope(request, planner.pipeline)
         if request.request_id in self._runs:
             raise MeshError(
@@ -117,10 +144,10 @@ class Orchestrator:
                 f"request_id: {request.request_id!r}: a request with this id is still running",
                 request_id=request.request_id,
             )
-        plan = planner.plan(request, traceparent, is_interactive=is_interactive)
+        plan = planner.plan(request, trace, is_interactive=is_interactive)
         left = planner.pipeline.limits.request_timeout if time_left_s is None else time_left_s
         deadline = None if left is None else monotonic() + left
-        run = RequestRun(plan, self._around, deadline=deadline, ended=self._ended)
+        run = RequestRun(plan, self._around, deadline=deadline, ended=self._ended, trace=spans)
         try:
             place = self.admissions[planner.pipeline.name].enter(run.start, client)
         except MeshError:

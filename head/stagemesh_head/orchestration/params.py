@@ -136,7 +136,11 @@ def merge(
         return merged
     wanted = kind_of(stage)
     if kind != wanted:
-        raise invalid(path, kind, f"stage {stage.name!r} is of type {stage.stage_type} and takes `{wanted}` parameters")
+        raise MeshError(
+            Reason.INVALID_REQUEST,
+            f"{path}.{kind}: stage {stage.name!r} is of type {stage.stage_type} and takes `{wanted}` parameters",
+            field=f"{path}.{kind}",
+        )
     source, target = getattr(params, kind), getattr(merged, kind)
     _check(source, path)
     for field, _ in source.ListFields():

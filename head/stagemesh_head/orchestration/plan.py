@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from stagemesh.config import Pipeline, Stage
 from stagemesh.rpc.errors import invalid
+from stagemesh.telemetry.context import NO_TRACE, TraceContext
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.v1 import sampling_pb2 as sampling_pb
@@ -45,7 +46,7 @@ class Plan:
     """In an order in which every stage comes after its inputs."""
     is_delta: bool
     """Growing outputs are delivered as they grow."""
-    traceparent: str = ""
+    trace: TraceContext = NO_TRACE
     is_interactive: bool = False
     """The first stage's prompt goes on while it runs."""
 
@@ -61,7 +62,7 @@ class Planner:
         self._defaults = {stage.name: stage_params.defaults_of(stage) for stage in pipeline.stages}
 
     def plan(
-        self, request: inference_pb.GenerateRequest, traceparent: str = "", *, is_interactive: bool = False
+        self, request: inference_pb.GenerateRequest, trace: TraceContext = NO_TRACE, *, is_interactive: bool = False
     ) -> Plan:
         """The plan of a request whose envelope is valid.
 
@@ -115,7 +116,7 @@ class Planner:
             request=request,
             stages=tuple(stages),
             is_delta=request.output_mode != inference_pb.OUTPUT_MODE_FINAL_ONLY,
-            traceparent=traceparent,
+            trace=trace,
             is_interactive=is_interactive,
         )
 

@@ -27,6 +27,7 @@ from stagemesh_head.orchestration.plan import Plan
 from stagemesh_head.orchestration.receiver import TaskReceiver
 from stagemesh_head.orchestration.recovery import RecoveryLimits
 from stagemesh_head.orchestration.stream import ClientStream, TextCursor
+from stagemesh_head.orchestration.tracing import RequestTrace
 from stagemesh_head.routing.pool import Binding, StagePool, Ticket
 from stagemesh_head.routing.pools import Pools
 
@@ -51,7 +52,13 @@ class RequestRun:
     """One request from its admission to its end. Everything happens on the event loop, in callbacks."""
 
     def __init__(
-        self, plan: Plan, around: Surroundings, *, deadline: float | None, ended: Callable[[RequestRun], None]
+        self,
+        plan: Plan,
+        around: Surroundings,
+        *,
+        deadline: float | None,
+        ended: Callable[[RequestRun], None],
+        trace: RequestTrace | None = None,
     ) -> None:
         """Args: deadline: on the monotonic clock. ended: called once, when the client's stream has its end."""
         self.plan = plan
@@ -60,6 +67,7 @@ class RequestRun:
         self.stream = ClientStream(plan.request_id, around.pacer, sequence=plan.request.resume.sequence)
         self._around = around
         self._ended = ended
+        self._trace = trace
         self._hint = hint_of(plan)
         self._cursors = {
             name: TextCursor(name, task.output) for name, task in self.machine.tasks.items() if task.planned.is_output
@@ -160,7 +168,11 @@ class RequestRun:
         self._is_applying = True
         try:
             while self._events:
-                for command in self.machine.handle(self._events.popleft(), monotonic()):
+                event = self._events.popleft()
+                commands = self.machine.handle(event, monotonic())
+                if self._trace is not None:
+                    self._trace.saw(event, commands)
+                for command in commands:
                     self._carry_out(command)
         except Exception as error:
             name = self.plan.request_id
@@ -306,6 +318,8 @@ class RequestRun:
     def _collapse(self, error: MeshError) -> None:
         """An error of ours: end the request without its machine, and leave nothing behind."""
         self._events.clear()
+        if self._trace is not None:
+            self._trace.collapsed(error)
         for name, ticket in self._tickets.items():
             self._pool(name).leave(ticket)
         for receiver in self._receivers.values():

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from stagemesh.rpc.errors import MeshError, invalid
+from stagemesh.telemetry.context import TraceContext
 from stagemesh.v1 import header_pb2 as header_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.v1 import inference_pb2_grpc as inference_rpc
@@ -47,7 +48,7 @@ class InferenceServicer(inference_rpc.InferenceServiceServicer):
         """Stream a request's outputs. Leaving the call, in whatever way, stops the request."""
         try:
             run = self._orchestrator.open(
-                request, time_left_s=time_left(context), traceparent=traceparent(context), client=client_of(context)
+                request, time_left_s=time_left(context), trace=trace_of(context), client=client_of(context)
             )
         except MeshError as error:
             await error.abort(context)
@@ -97,7 +98,7 @@ class InferenceServicer(inference_rpc.InferenceServiceServicer):
         return self._orchestrator.open(
             first.open,
             time_left_s=time_left(context),
-            traceparent=traceparent(context),
+            trace=trace_of(context),
             is_interactive=True,
             client=client_of(context),
         )
@@ -172,17 +173,14 @@ def time_left(context: Context) -> float | None:
     return max(remaining - min(DEADLINE_MARGIN_S, remaining * DEADLINE_MARGIN_SHARE), 0.0)
 
 
-def traceparent(context: Context) -> str:
-    """W3C trace context of the call; empty when there is none."""
-    return _metadata(context, "traceparent")
+def trace_of(context: Context) -> TraceContext:
+    """The caller's span, if it has one."""
+    metadata: Any = context.invocation_metadata() or ()
+    return TraceContext.read(metadata)
 
 
 def client_of(context: Context) -> str:
     """Whom the call is from, by the token it presents, which itself is not kept; empty without one."""
-    token = _metadata(context, "authorization")
-    return blake2b(token.encode(), digest_size=8).hexdigest() if token else ""
-
-
-def _metadata(context: Context, name: str) -> str:
     metadata: Any = context.invocation_metadata() or ()
-    return next((str(value) for key, value in metadata if key == name), "")
+    token = next((str(value) for key, value in metadata if key == "authorization"), "")
+    return blake2b(token.encode(), digest_size=8).hexdigest() if token else ""

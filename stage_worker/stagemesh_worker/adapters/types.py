@@ -36,6 +36,13 @@ class StageInput:
         """Whether the stage made nothing at all."""
         return not (self.text or self.token_ids or self.media or self.tensors) and self.audio is None
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all that it holds; 4 for a token id."""
+        arrays = [*self.tensors.values(), *([] if self.audio is None else [self.audio])]
+        files = sum(len(item.data) for item in self.media)
+        return len(self.text.encode()) + 4 * len(self.token_ids) + files + sum(int(array.nbytes) for array in arrays)
+
 
 Adapter = Callable[[EngineInput, Sequence[StageInput], Stage], EngineInput | None]
 """(the request's prompt, outputs of the stages before in the order of `inputs`, this stage) -> the engine's input.

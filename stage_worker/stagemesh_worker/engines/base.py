@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from stagemesh.config import Stage
+from stagemesh.telemetry.context import TraceContext
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 
@@ -63,6 +64,11 @@ class EngineTask:
     input: EngineInput
     more_input: AsyncIterator[EngineInput] | None = None
     """Further chunks, for streaming input and for edges of mode stream."""
+
+    @property
+    def trace_headers(self) -> dict[str, str] | None:
+        """The span that an engine's own ones belong to, as W3C headers; None when nobody traces the request."""
+        return TraceContext(self.submit.traceparent, self.submit.tracestate).headers() or None
 
 
 class TaskSink(Protocol):

@@ -13,6 +13,7 @@ from typing import Any
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.rpc.health import Health
 from stagemesh.rpc.server import bind, create_server
+from stagemesh.telemetry.tracing import make_tracer
 from stagemesh.tensors import TensorResolver, TensorServicer, TensorStore
 from stagemesh.v1 import stage_pb2_grpc as stage_grpc
 from stagemesh.v1 import tensor_pb2 as tensor_pb
@@ -54,7 +55,10 @@ class ReplicaHost:
         )
         self._resolver = _Resolver(TensorResolver(host_id=assign.host_id))
         self._probe_epoch = f"self-probe-{secrets.token_hex(16)}"
-        context = TaskContext(engine, adapters, self._resolver)
+        self._tracer = make_tracer(
+            "replica", pipeline=assign.pipeline, stage=engine.stage.name, replica=assign.replica_id
+        )
+        context = TaskContext(engine, adapters, self._resolver, self._tracer)
         self._links = Links(context, Keeper(self._store), self._probe_epoch)
         self._identity = Identity(
             assign.pipeline, assign.pipeline_revision, engine.stage.name, assign.replica_id, assign.incarnation
@@ -177,6 +181,8 @@ class ReplicaHost:
             async with asyncio.timeout(ENGINE_STOP_S):
                 await self._engine.stop()
         await self._resolver.close()
+        if self._tracer is not None:
+            await self._tracer.close()
         self._store.close()
         self._adapters.close()
         await self._channel.close()

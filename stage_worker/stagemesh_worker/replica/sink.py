@@ -14,6 +14,7 @@ from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh.wire import duration
 from stagemesh_worker.replica.keeper import Keeper
 from stagemesh_worker.replica.outbox import Outbox
+from stagemesh_worker.replica.transfers import Transfers
 
 COPY_ON_LOOP_BELOW_BYTES = 1 << 20
 """A larger array is copied on a thread: it would hold the event loop for over a millisecond."""
@@ -50,10 +51,12 @@ class SlotSink:
         "_submitted_at",
         "completion_tokens",
         "ended",
+        "ended_at",
         "engine_queue_s",
         "finished",
         "slot",
         "transfer_s",
+        "transfers",
     )  # fmt: skip
 
     def __init__(
@@ -82,13 +85,22 @@ class SlotSink:
         self._first_output = 0.0
         self.engine_queue_s = 0.0
         self.transfer_s = 0.0
+        """Until the inputs that came with the task were there."""
+        self.transfers = Transfers()
         self.completion_tokens = 0
         self.finished = False
         """The engine said the end; nothing more is taken from it."""
         self.ended = False
         """The terminal event is on its way."""
+        self.ended_at = 0.0
+        """Since then, on the monotonic clock."""
         self._on_end = on_end
         self._on_error = on_error
+
+    @property
+    def first_output_at(self) -> float:
+        """Moment of the first output, on the monotonic clock; 0 when there was none."""
+        return self._first_output
 
     @property
     def writable(self) -> bool:
@@ -192,6 +204,7 @@ class SlotSink:
         if not timings.HasField("transfer"):
             timings.transfer.CopyFrom(duration(self.transfer_s))
         timings.total.CopyFrom(duration(now - self._submitted_at))
+        self.transfers.tell(finished)
         self._end(stage_pb.TaskEvent(slot=self.slot, finished=finished))
 
     def failed(self, error: MeshError) -> None:
@@ -254,7 +267,7 @@ class SlotSink:
             self._say_end(event)
 
     def _say_end(self, event: stage_pb.TaskEvent) -> None:
-        self.ended = True
+        self.ended, self.ended_at = True, time.monotonic()
         self._outbox.add_event(event)
         self._on_end()
 

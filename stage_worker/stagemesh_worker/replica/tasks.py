@@ -7,14 +7,17 @@ import logging
 import traceback
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 
 from stagemesh.rpc.errors import MeshError, Reason
+from stagemesh.telemetry.tracing import Tracer
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh_worker.adapters import AdapterRunner, StageInput, TaskAdapter
 from stagemesh_worker.engines.base import Engine, EngineInput, EngineTask
 from stagemesh_worker.replica.inputs import FurtherInput, Resolver, read_prompt, read_upstream
 from stagemesh_worker.replica.sink import SlotSink
+from stagemesh_worker.replica.tracing import TaskTrace
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +29,15 @@ class TaskContext:
     engine: Engine
     adapters: AdapterRunner
     resolver: Resolver
+    tracer: Tracer | None = None
+    """Makes the spans of tasks; None: nobody wants any."""
+
+    def trace(self, submit: stage_pb.SubmitTask) -> TaskTrace | None:
+        """The spans of a task, if they are wanted and its request was sampled."""
+        if self.tracer is None:
+            return None
+        stage = self.engine.stage
+        return TaskTrace(self.tracer, submit, stage.name, is_llm=stage.stage_type == "llm")
 
 
 class RunningTask:
@@ -36,6 +48,7 @@ class RunningTask:
         self.sink = sink
         self._context = context
         self._is_probe = is_probe
+        self._trace = None if is_probe else context.trace(submit)
         self._further = FurtherInput(sink.input_taken) if submit.more_input else None
         self._ending: MeshError | None = None
         self.work = asyncio.create_task(self._visit(), name=f"task {submit.request_id}")
@@ -70,10 +83,12 @@ class RunningTask:
     def _say_end(self, work: asyncio.Task[None]) -> None:
         name = self.submit.request_id
         if self.sink.ended:
+            self._end_trace(None)
             if not work.cancelled() and work.exception() is not None:
                 log.error("request %s: error after its end: %s", name, work.exception(), extra={"request_id": name})
             return
         if work.cancelled():
+            self._end_trace(self._ending, aborted=self._ending is None)
             if self._ending is not None:
                 self.sink.failed(self._ending)
             else:
@@ -86,7 +101,12 @@ class RunningTask:
             log.error("request %s: the engine raised", name, exc_info=error, extra={"request_id": name})
             error = MeshError(Reason.STAGE_FAILED, f"{type(error).__name__}: {error}")
         error.metadata.setdefault("stage", self._context.engine.stage.name)
+        self._end_trace(error)
         self.sink.failed(error)
+
+    def _end_trace(self, error: MeshError | None, *, aborted: bool = False) -> None:
+        if self._trace is not None:
+            self._trace.end(self.sink, error, aborted=aborted)
 
     async def _visit(self) -> None:
         """The task's work within its deadline, and until a slow consumer has taken all of it."""
@@ -108,7 +128,7 @@ class RunningTask:
         submit, loop = self.submit, asyncio.get_running_loop()
         began = loop.time()
         request = await read_prompt(submit.prompt, self._context.resolver)
-        inputs = [await read_upstream(item, self._context.resolver) for item in submit.inputs]
+        inputs = [await self._bring(item, is_first=True) for item in submit.inputs]
         if inputs:
             self.sink.transfer_s = loop.time() - began
         adapter = self._context.adapters.for_task()
@@ -122,7 +142,18 @@ class RunningTask:
             self.sink.started()
             self.sink.finish(frame_pb.StageFinished(finish_reason=frame_pb.FINISH_REASON_COMPLETE))
             return
+        if self._trace is not None:
+            self._trace.engine_begins()
         await self._context.engine.run(EngineTask(submit, first, further), self.sink)
+
+    async def _bring(self, item: stage_pb.UpstreamOutput, *, is_first: bool = False) -> StageInput:
+        """An output of a stage before, wherever its bytes are; `is_first`: it came with the task."""
+        began = monotonic()
+        output = await read_upstream(item, self._context.resolver)
+        self.sink.transfers.add(output, monotonic() - began)
+        if is_first and self._trace is not None:
+            self._trace.brought(output.stage, output.size_bytes, began)
+        return output
 
     async def _first(
         self,
@@ -146,7 +177,7 @@ class RunningTask:
         assert self._further is not None
         async for chunk in self._further.chunks():
             if chunk.HasField("chunk"):
-                output = await read_upstream(chunk.chunk, self._context.resolver)
+                output = await self._bring(chunk.chunk)
                 passed_over = output.is_empty and not (output.finished and adapter.remembers)
                 made = None if passed_over else await adapter(request, [output])
             elif chunk.HasField("prompt"):

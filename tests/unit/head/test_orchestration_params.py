@@ -191,5 +191,5 @@ def test_resume_mode_follows_the_table(params: sampling_pb.SamplingParams, mode:
 def test_parameters_of_the_wrong_kind_say_what_was_given_and_what_the_stage_takes() -> None:
     with pytest.raises(MeshError) as caught:
         stage_params.merge(stage("diffusion"), stage_params.defaults_of(stage("diffusion")), ("sampling[s]", llm()))
-    assert caught.value.metadata["field"] == "sampling[s]"
-    assert str(caught.value) == "sampling[s]: 'llm': stage 's' is of type diffusion and takes `diffusion` parameters"
+    assert caught.value.metadata["field"] == "sampling[s].llm"
+    assert str(caught.value) == "sampling[s].llm: stage 's' is of type diffusion and takes `diffusion` parameters"

@@ -80,7 +80,7 @@ class Generation:
             lora_request=self._lora,
             priority=submit.priority,
             data_parallel_rank=submit.data_parallel_rank if submit.HasField("data_parallel_rank") else None,
-            trace_headers={"traceparent": submit.traceparent} if submit.traceparent else None,
+            trace_headers=self._task.trace_headers,
             reasoning_ended=submit.reasoning_ended if submit.HasField("reasoning_ended") else None,
         )
         return outputs

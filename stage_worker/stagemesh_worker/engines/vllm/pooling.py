@@ -63,6 +63,7 @@ class Pooling:
             f"{submit.request_id}-{submit.attempt}-pool-{next(_numbers)}",
             lora_request=self._lora,
             priority=submit.priority,
+            trace_headers=self._task.trace_headers,
         )
         try:
             async for output in stream:

@@ -65,6 +65,7 @@ class StreamingGeneration:
             f"{submit.request_id}-{submit.attempt}-stream-{next(_numbers)}",
             lora_request=self._lora,
             priority=submit.priority,
+            trace_headers=self._task.trace_headers,
             data_parallel_rank=submit.data_parallel_rank if submit.HasField("data_parallel_rank") else None,
         )
         began = False
