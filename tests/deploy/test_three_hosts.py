@@ -156,6 +156,23 @@ def test_request_goes_on_elsewhere_after_a_cut_longer_than_the_lease(mesh: HostP
     assert sketch(mesh) == expected
 
 
+def test_replica_that_the_head_cannot_reach_is_placed_on_a_spare_host(mesh: HostProcesses) -> None:
+    behind_a_firewall = mesh.network.add_address("writer", 52)
+    mesh.network.forbid("head", behind_a_firewall)
+    mesh.network.add("spare", 5)
+    head = mesh.head_on("head", *BEATS, "--link-timeout", "2")
+    worker = mesh.worker_on("writer", "writer-0", "writer", "--advertise-host", behind_a_firewall)
+    mesh.worker_on("painter", "painter-0", "painter")
+    eventually("the node runs it and the head cannot reach it", lambda: mesh.state("writer") == SUSPECT)
+    mesh.worker_on("spare", "spare-0", "writer")
+    with timed("a spare node's start to the replica's there (the head waits 2 s for its link, then twice as long)"):
+        eventually("it is on the spare host", lambda: {row.node_id for row in mesh.replicas("writer")} == {"spare-0"})
+        mesh.ready(2)
+    assert sketch(mesh)[0]
+    assert "though node writer-0 is well" in head.output
+    assert "the head cannot reach writer/0" in worker.output
+
+
 def test_replaced_host_has_a_new_address_and_keeps_its_place(mesh: HostProcesses) -> None:
     _, writer, _ = start(mesh)
     expected = sketch(mesh)

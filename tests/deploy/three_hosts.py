@@ -91,6 +91,15 @@ class Network:
         """Put the cable back."""
         self._set_port(host, "up")
 
+    def add_address(self, host: str, last: int) -> str:
+        """A second address of a host."""
+        _ip("-n", self.space(host), "addr", "add", f"{SUBNET}.{last}/24", "dev", "eth0")
+        return f"{SUBNET}.{last}"
+
+    def forbid(self, host: str, address: str) -> None:
+        """`host` cannot reach `address` any more, as a firewall would have it."""
+        _ip("-n", self.space(host), "route", "add", "unreachable", address)
+
     def address(self, host: str) -> str:
         return self._addresses[host]
 

@@ -174,31 +174,6 @@ def test_second_sigterm_stops_at_once(one: Processes) -> None:
         frames.close()
 
 
-def test_duplicate_node_id_is_refused_with_a_sentence_on_both_sides(one: Processes) -> None:
-    head = one.start_head()
-    one.start_worker("a", "--devices", "cpu:0")
-    one.ready(1)
-    second = one.start_worker("a", "--devices", "cpu:1")
-    eventually("it is refused", lambda: "node id 'a' is taken" in second.output, 15)
-    eventually("the head says so too", lambda: "node id 'a' is taken" in head.output, 5)
-    one.ready(1)
-
-
-def test_two_nodes_with_the_same_cores_are_refused(one: Processes) -> None:
-    one.start_head()
-    one.start_worker("a", "--devices", "cpu:0")
-    one.ready(1)
-    second = one.start_worker("b", "--devices", "cpu:0")
-    eventually("it is refused", lambda: "offers cpu:0, which node 'a' on the same host" in second.output, 15)
-
-
-def test_unknown_stage_is_refused_with_a_suggestion(one: Processes) -> None:
-    one.start_head()
-    worker = one.start_worker("a", "--stage", "writter")
-    eventually("it is refused", lambda: "no pipeline here has a stage 'writter'" in worker.output, 15)
-    assert "did you mean writer?" in worker.output
-
-
 def test_crash_loop_ends_in_failed_with_the_engines_last_lines(tmp_path: Path) -> None:
     pipeline = PIPELINE % 1 + "    default_sampling_params: {}\n"
     pipeline = pipeline.replace("{tokens: 40, tokens_per_second: 40}", "{crash_on_start: no weights here}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from stagemesh.rpc import certificates
 from stagemesh.rpc.certificates import create_authority, issue_certificate
 from stagemesh.rpc.health import Health
 from stagemesh.rpc.options import open_channel
@@ -62,6 +64,21 @@ async def test_certificate_of_another_authority_is_refused(authority: Path, tmp_
             await check(target, Security(tls_cert=other_cert, tls_key=other_key, tls_ca=authority / "ca.pem"))
     finally:
         await server.stop(0)
+
+
+async def test_expired_certificate_is_refused_on_either_side(authority: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ca = authority / "ca.pem"
+    fresh, fresh_key = issue_certificate(authority, "fresh", ["127.0.0.1"])
+    monkeypatch.setattr(certificates, "CLOCK_SKEW", timedelta(days=3))
+    old, old_key = issue_certificate(authority, "old", ["127.0.0.1"], days=-1)
+    for server_has, client_has in (((fresh, fresh_key), (old, old_key)), ((old, old_key), (fresh, fresh_key))):
+        server, target = await serve(Security(tls_cert=server_has[0], tls_key=server_has[1], tls_ca=ca))
+        try:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await check(target, Security(tls_cert=client_has[0], tls_key=client_has[1], tls_ca=ca))
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        finally:
+            await server.stop(0)
 
 
 async def test_rotated_certificate_is_used_without_a_restart(authority: Path) -> None:
