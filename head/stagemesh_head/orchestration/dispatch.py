@@ -50,7 +50,7 @@ def submission(
         traceparent=plan.trace.traceparent,
         tracestate=plan.trace.tracestate,
     )
-    if request.HasField("lora"):
+    if request.lora.name in planned.stage.lora_modules:
         command.lora.CopyFrom(request.lora)
     if request.HasField("data_parallel_rank"):
         command.data_parallel_rank = request.data_parallel_rank
