@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from stagemesh import AsyncClient
 from stagemesh.rpc.errors import Reason
 from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.v1 import prompt_pb2 as prompt_pb
@@ -41,6 +42,12 @@ async def test_R16_each_stage_gets_the_media_that_it_declares_and_no_others(tmp_
         picture.media(b"PNG")
         picture.finish()
         await call.rest()
+
+
+async def test_R16_the_pipelines_description_says_which_stage_reads_what(tmp_path: Path) -> None:
+    async with cluster(tmp_path, [TEXT_ONLY, EDITOR]) as mesh, AsyncClient(mesh.address) as client:
+        stages = (await client.get_pipeline()).stages
+        assert {stage.name: stage.media_inputs for stage in stages} == {"writer": (), "painter": ("image",)}
 
 
 async def test_R16_media_that_no_stage_reads_are_refused_before_anything_is_submitted(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ class StageInfo:
     target_replicas: int
     ready_replicas: int
     max_prompt_bytes: int
+    media_inputs: tuple[str, ...]
+    """Kinds of a request's media that it gets: image, audio, video."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ def _stage_info(stage: pipeline_pb.StageInfo) -> StageInfo:
         target_replicas=stage.target_replicas,
         ready_replicas=stage.ready_replicas,
         max_prompt_bytes=stage.max_prompt_bytes,
+        media_inputs=tuple(enum_word(frame_pb.Modality, kind) for kind in stage.media_inputs),
     )
 
 

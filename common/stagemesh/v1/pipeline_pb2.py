@@ -26,7 +26,7 @@ from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from stagemesh.v1 import frame_pb2 as stagemesh_dot_v1_dot_frame__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bstagemesh/v1/pipeline.proto\x12\x0cstagemesh.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x18stagemesh/v1/frame.proto\"W\n\x0cPipelineInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\'\n\x06stages\x18\x03 \x03(\x0b\x32\x17.stagemesh.v1.StageInfo\"\xf9\x02\n\tStageInfo\x12\x10\n\x08stage_id\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nstage_type\x18\x03 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0e\n\x06inputs\x18\x06 \x03(\t\x12$\n\x04\x65\x64ge\x18\x07 \x01(\x0e\x32\x16.stagemesh.v1.EdgeMode\x12\x14\n\x0c\x66inal_output\x18\x08 \x01(\x08\x12/\n\x0foutput_modality\x18\t \x01(\x0e\x32\x16.stagemesh.v1.Modality\x12\x38\n\x17\x64\x65\x66\x61ult_sampling_params\x18\n \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x17\n\x0fsupported_tasks\x18\x0b \x03(\t\x12\x17\n\x0ftarget_replicas\x18\x0c \x01(\r\x12\x16\n\x0eready_replicas\x18\r \x01(\r\x12\x18\n\x10max_prompt_bytes\x18\x0e \x01(\x04*P\n\x08\x45\x64geMode\x12\x19\n\x15\x45\x44GE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45\x44GE_MODE_WHOLE\x10\x01\x12\x14\n\x10\x45\x44GE_MODE_STREAM\x10\x02\x42<\n\x10\x64\x65v.stagemesh.v1P\x01Z&stagemesh.dev/stagemesh/v1;stagemeshv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bstagemesh/v1/pipeline.proto\x12\x0cstagemesh.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x18stagemesh/v1/frame.proto\"W\n\x0cPipelineInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\'\n\x06stages\x18\x03 \x03(\x0b\x32\x17.stagemesh.v1.StageInfo\"\xa7\x03\n\tStageInfo\x12\x10\n\x08stage_id\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nstage_type\x18\x03 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0e\n\x06inputs\x18\x06 \x03(\t\x12$\n\x04\x65\x64ge\x18\x07 \x01(\x0e\x32\x16.stagemesh.v1.EdgeMode\x12\x14\n\x0c\x66inal_output\x18\x08 \x01(\x08\x12/\n\x0foutput_modality\x18\t \x01(\x0e\x32\x16.stagemesh.v1.Modality\x12\x38\n\x17\x64\x65\x66\x61ult_sampling_params\x18\n \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x17\n\x0fsupported_tasks\x18\x0b \x03(\t\x12\x17\n\x0ftarget_replicas\x18\x0c \x01(\r\x12\x16\n\x0eready_replicas\x18\r \x01(\r\x12\x18\n\x10max_prompt_bytes\x18\x0e \x01(\x04\x12,\n\x0cmedia_inputs\x18\x0f \x03(\x0e\x32\x16.stagemesh.v1.Modality*P\n\x08\x45\x64geMode\x12\x19\n\x15\x45\x44GE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45\x44GE_MODE_WHOLE\x10\x01\x12\x14\n\x10\x45\x44GE_MODE_STREAM\x10\x02\x42<\n\x10\x64\x65v.stagemesh.v1P\x01Z&stagemesh.dev/stagemesh/v1;stagemeshv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,10 +34,10 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.v1.pipeline_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\020dev.stagemesh.v1P\001Z&stagemesh.dev/stagemesh/v1;stagemeshv1'
-  _globals['_EDGEMODE']._serialized_start=570
-  _globals['_EDGEMODE']._serialized_end=650
+  _globals['_EDGEMODE']._serialized_start=616
+  _globals['_EDGEMODE']._serialized_end=696
   _globals['_PIPELINEINFO']._serialized_start=101
   _globals['_PIPELINEINFO']._serialized_end=188
   _globals['_STAGEINFO']._serialized_start=191
-  _globals['_STAGEINFO']._serialized_end=568
+  _globals['_STAGEINFO']._serialized_end=614
 # @@protoc_insertion_point(module_scope)

@@ -93,6 +93,7 @@ class StageInfo(google.protobuf.message.Message):
     TARGET_REPLICAS_FIELD_NUMBER: builtins.int
     READY_REPLICAS_FIELD_NUMBER: builtins.int
     MAX_PROMPT_BYTES_FIELD_NUMBER: builtins.int
+    MEDIA_INPUTS_FIELD_NUMBER: builtins.int
     stage_id: builtins.int
     """Position in the file, from 0."""
     name: builtins.str
@@ -127,6 +128,10 @@ class StageInfo(google.protobuf.message.Message):
     def supported_tasks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Tasks it can do: "generate", "speech"."""
 
+    @property
+    def media_inputs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[stagemesh.v1.frame_pb2.Modality.ValueType]:
+        """Kinds of a request's media that it gets: IMAGE, AUDIO, VIDEO."""
+
     def __init__(
         self,
         *,
@@ -144,8 +149,9 @@ class StageInfo(google.protobuf.message.Message):
         target_replicas: builtins.int = ...,
         ready_replicas: builtins.int = ...,
         max_prompt_bytes: builtins.int = ...,
+        media_inputs: collections.abc.Iterable[stagemesh.v1.frame_pb2.Modality.ValueType] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["default_sampling_params", b"default_sampling_params"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["default_sampling_params", b"default_sampling_params", "edge", b"edge", "engine", b"engine", "final_output", b"final_output", "inputs", b"inputs", "max_prompt_bytes", b"max_prompt_bytes", "model", b"model", "name", b"name", "output_modality", b"output_modality", "ready_replicas", b"ready_replicas", "stage_id", b"stage_id", "stage_type", b"stage_type", "supported_tasks", b"supported_tasks", "target_replicas", b"target_replicas"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["default_sampling_params", b"default_sampling_params", "edge", b"edge", "engine", b"engine", "final_output", b"final_output", "inputs", b"inputs", "max_prompt_bytes", b"max_prompt_bytes", "media_inputs", b"media_inputs", "model", b"model", "name", b"name", "output_modality", b"output_modality", "ready_replicas", b"ready_replicas", "stage_id", b"stage_id", "stage_type", b"stage_type", "supported_tasks", b"supported_tasks", "target_replicas", b"target_replicas"]) -> None: ...
 
 Global___StageInfo: typing_extensions.TypeAlias = StageInfo

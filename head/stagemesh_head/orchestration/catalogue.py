@@ -70,6 +70,7 @@ class Catalogue:
             target_replicas=self._target(pipeline, stage),
             ready_replicas=self._pools.of(pipeline.name, stage.name).ready,
             max_prompt_bytes=stage.limits.max_prompt_bytes,
+            media_inputs=[MODALITIES[kind] for kind in stage.media_inputs],
         )
         defaults = {key: value for key, value in dict(stage.default_sampling_params).items() if value is not None}
         json_format.ParseDict(_plain(defaults), info.default_sampling_params)
