@@ -14,7 +14,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from stagemesh.config import Pipeline
-from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh_head.gateway import Gateway
 from stagemesh_head.orchestration.run import RequestRun
 from stagemesh_head.orchestration.task import Task
@@ -210,9 +209,12 @@ class _Rooms:
         for state, count in states.items():
             nodes.add_metric([state], count)
         by_state: Tally[tuple[str, str, str]] = Tally()
-        for row in list(self._registry.rows()):
-            key, load = row.key, row.load or replica_pb.ReplicaLoad()
-            by_state[key.pipeline, key.stage, row.state.name.lower()] += 1
+        for replica in list(self._registry.machine.state.replicas.values()):
+            if replica.row is None:
+                continue
+            # The row's own load is as of the last change that routing goes by.
+            key, load = replica.key, replica.report.load
+            by_state[key.pipeline, key.stage, replica.row.state.name.lower()] += 1
             who = [key.pipeline, key.stage, str(key.replica_id)]
             running.add_metric(who, load.running)
             queued.add_metric(who, load.waiting)
