@@ -15,6 +15,7 @@ ENGINE := $(if $(shell command -v nvidia-smi),llm-gpu,llm-cpu)
 # A CPU-only machine takes torch from PyTorch's CPU index, unless pip already finds that wheel by itself.
 TORCH_CPU := 2.13.0+cpu
 CPU_INDEX := https://download.pytorch.org/whl/cpu
+NIXL := nixl==1.5.2 nixl-cu12==1.5.1
 
 .PHONY: help
 help: ## Show this list
@@ -33,6 +34,8 @@ $(VENV)/installed: pyproject.toml
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/pip install --quiet --progress-bar off -e '.[dev]'
+	# What hands KV blocks from engine to engine, without CUDA's libraries; where it cannot be had, its tests are skipped.
+	$(BIN)/pip install --quiet --progress-bar off --no-deps $(NIXL) || echo 'no NIXL here: examples/disaggregated will not run'
 	touch $@
 
 $(TOOLS)/protos/installed: tools/requirements-protos.txt

@@ -22,10 +22,13 @@ from stagemesh.v1 import replica_pb2 as replica_pb
 from tests.mesh.faults.processes import eventually
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples/disaggregated/pipeline.yaml"
-WRITER = EXAMPLE.parents[1] / "shapes/models/writer"
-WISH = "a big ring of gold on the lawn"
-CAPTION = "a large yellow ring on a green background"
-WISHES = (WISH, "a pea", "a small red star at night, quietly glowing over the hills")
+WISH, CAPTION = "a big ring of gold on the lawn", "a large yellow ring on a green background"
+CAPTIONS = {
+    WISH: CAPTION,
+    "a pea": "a small green circle on a white background",
+    "what about a gigantic milky triangle among the galaxies": "a large white triangle on a black background",
+}
+"""Wish -> what the same model writes greedily in one piece, under transformers."""
 LONG = {"max_tokens": 150, "ignore_eos": True}
 """Of the decode stage: an answer that is still being written when something happens to it."""
 FREE_S = 120.0
@@ -43,6 +46,10 @@ pytestmark = [
 def mesh() -> Iterator[stagemesh.Mesh]:
     overrides = {"prefill": {"runtime": {"num_replicas": 2}}}
     with stagemesh.Mesh(EXAMPLE, stage_overrides=overrides, start_timeout=280) as mesh:
+        # The prompt with which each proves that it works is counted before anything else is.
+        eventually("all have counted", lambda: all(
+            row.report.load.prompt_tokens_computed for stage in ("prefill", "decode") for row in replicas(mesh, stage)
+        ), 60)  # fmt: skip
         yield mesh
 
 
@@ -83,20 +90,19 @@ class PromptTokens:
         """Wait until it is so; loads are reported about once a second."""
         wanted = tuple(a + b for a, b in zip(self._before, (computed, 0, received), strict=True))
         with contextlib.suppress(AssertionError):
-            eventually("the counts are right", lambda: self._now() == wanted, 15)
+            eventually("the counts are right", lambda: self._now() == wanted, 30)
         assert self._now() == wanted
 
 
-def core_of(row: registry_pb.ReplicaStatus) -> psutil.Process:
-    return next(
-        child for child in psutil.Process(row.report.pid).children(recursive=True) if child.pid != row.report.pid
-    )
+def core_of(report: replica_pb.ReplicaReport) -> psutil.Process:
+    children = psutil.Process(report.pid).children(recursive=True)
+    return next(child for child in children if "EngineCore" in " ".join(child.cmdline()))
 
 
 @contextlib.contextmanager
 def held(mesh: stagemesh.Mesh, stage: str) -> Iterator[None]:
     """The engines of a stage stand still."""
-    cores = [core_of(row) for row in replicas(mesh, stage)]
+    cores = [core_of(row.report) for row in replicas(mesh, stage)]
     for core in cores:
         core.send_signal(signal.SIGSTOP)
     try:
@@ -120,32 +126,17 @@ def in_background(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
     return thread, results
 
 
-def greedy(wish: str, count: int) -> list[int]:
-    """Tokens of the same model by transformers, in one piece."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(WRITER)
-    model = AutoModelForCausalLM.from_pretrained(WRITER, dtype=torch.float32)
-    chat = [{"role": "user", "content": wish}]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
-    with torch.inference_mode():
-        made = model.generate(ids, do_sample=False, max_new_tokens=count, min_new_tokens=count, eos_token_id=None)
-    return made[0, ids.shape[1] :].tolist()
-
-
 def test_answer_is_the_models_own_and_decode_computes_none_of_the_prompt(mesh: stagemesh.Mesh) -> None:
     prefill, decode = PromptTokens(mesh, "prefill"), PromptTokens(mesh, "decode")
-    answers = {wish: Answer(mesh, wish, max_tokens=24, ignore_eos=True) for wish in WISHES}
+    answers = {wish: Answer(mesh, wish) for wish in CAPTIONS}
+    assert {wish: answer.text for wish, answer in answers.items()} == CAPTIONS
     read = sum(answer.prefill.usage.prompt_tokens for answer in answers.values())
     prefill.become(computed=read, received=0)
     decode.become(computed=0, received=read)
-    for wish, answer in answers.items():
-        assert answer.token_ids == greedy(wish, 24)
-        assert len(answer.texts) > 10, "it comes as it is written"
+    for answer in answers.values():
+        assert len(answer.texts) > 5, "it comes as it is written"
         assert answer.end.usage.prompt_tokens == answer.prefill.usage.prompt_tokens, "the prompt counts once"
-        assert (answer.prefill.usage.completion_tokens, answer.end.usage.completion_tokens) == (1, 24)
+        assert answer.end.usage.completion_tokens == answer.decode.usage.completion_tokens == len(answer.token_ids)
 
 
 def test_decode_takes_over_from_the_replica_that_read_the_prompt(mesh: stagemesh.Mesh) -> None:
@@ -181,12 +172,63 @@ def test_what_ends_or_shapes_an_answer_is_decodes_alone(mesh: stagemesh.Mesh, pa
 
 def test_several_completions_take_the_hand_off_over_once(mesh: stagemesh.Mesh) -> None:
     decode = PromptTokens(mesh, "decode")
-    answer = Answer(mesh, n=2)
+    answer = Answer(mesh, n=2, temperature=0.01, seed=1)
     for index in (0, 1):
         assert "".join(frame.text for frame in answer.texts if frame.index == index) == CAPTION
     read = answer.prefill.usage.prompt_tokens
     # A block that is not full is not shared, and this prompt has no other.
     decode.become(computed=2 * read, received=read)
+
+
+def test_prefill_killed_after_it_read_the_prompt_costs_a_recomputation(mesh: stagemesh.Mesh) -> None:
+    prefill, decode = PromptTokens(mesh, "prefill"), PromptTokens(mesh, "decode")
+    undisturbed = Answer(mesh, **LONG)
+    prefill.become(computed=undisturbed.prefill.usage.prompt_tokens, received=0)
+    reads = {row.report.pid: row.report.load.prompt_tokens_computed for row in replicas(mesh, "prefill")}
+    with held(mesh, "decode"):
+        thread, answers = in_background(lambda: Answer(mesh, **LONG))
+        eventually("decode has it", lambda: task_state(mesh, "decode") == "submitted", 20)
+
+        def reader() -> replica_pb.ReplicaReport | None:
+            rows = (row.report for row in replicas(mesh, "prefill"))
+            return next((row for row in rows if row.load.prompt_tokens_computed > reads.get(row.pid, 1 << 30)), None)
+
+        report = eventually("one has counted it", reader, 20)
+        core = core_of(report)
+        os.kill(report.pid, signal.SIGKILL)
+        gone, _ = psutil.wait_procs([core], 20)
+        assert gone, "its engine ends with it, and the blocks with its engine"
+    thread.join(FREE_S)
+    (answer,) = answers
+    assert answer.decode.recovery == ""
+    # What one engine alone makes of the prompt is what it made of the other's KV blocks.
+    assert answer.token_ids == undisturbed.token_ids and len(answer.token_ids) == LONG["max_tokens"]
+    decode.become(computed=answer.prefill.usage.prompt_tokens, received=undisturbed.prefill.usage.prompt_tokens)
+    assert Answer(mesh).text == CAPTION, "the other one goes on"
+
+
+def test_decode_killed_mid_stream_goes_on_without_a_second_hand_off(mesh: stagemesh.Mesh) -> None:
+    undisturbed = Answer(mesh, **LONG)
+    (row,) = replicas(mesh, "decode")
+    pieces: list[str] = []
+    with Client(mesh.address) as client:
+        for frame in client.generate(WISH, sampling={"decode": LONG}, timeout=FREE_S):
+            if isinstance(frame, TextDelta):
+                pieces.append(frame.text)
+                if len(pieces) == 10:
+                    os.kill(row.report.pid, signal.SIGKILL)
+    assert "".join(pieces) == undisturbed.text
+    assert isinstance(frame, Finished)
+    assert frame.stages["decode"].recovery == "exact"
+    assert frame.usage.completion_tokens == LONG["max_tokens"]
+    assert len(frame.stages["prefill"].replicas) == 1 and len(frame.stages["decode"].replicas) == 2
+    read = frame.stages["prefill"].usage.prompt_tokens
+
+    def again() -> registry_pb.ReplicaStatus | None:
+        (now,) = replicas(mesh, "decode")
+        return now if now.report.load.prompt_tokens_computed > read and now.report.pid != row.report.pid else None
+
+    assert eventually("it has counted", again, 30).report.load.prompt_tokens_received == 0
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
@@ -206,43 +248,3 @@ def test_client_that_leaves_during_either_half_ends_both(mesh: stagemesh.Mesh, s
         20,
     )  # fmt: skip
     assert Answer(mesh).text == CAPTION
-
-
-def test_prefill_killed_after_it_read_the_prompt_costs_a_recomputation(mesh: stagemesh.Mesh) -> None:
-    reads = {row.report.pid: row.report.load.prompt_tokens_computed for row in replicas(mesh, "prefill")}
-    decode = PromptTokens(mesh, "decode")
-    with held(mesh, "decode"):
-        thread, answers = in_background(lambda: Answer(mesh))
-        eventually("decode has it", lambda: task_state(mesh, "decode") == "submitted", 20)
-
-        def reader() -> int | None:
-            now = {row.report.pid: row.report.load.prompt_tokens_computed for row in replicas(mesh, "prefill")}
-            return next((pid for pid, count in now.items() if count > reads.get(pid, count)), None)
-
-        os.kill(eventually("one has counted it", reader, 20), signal.SIGKILL)
-    thread.join(FREE_S)
-    (answer,) = answers
-    assert answer.text == CAPTION and answer.decode.recovery == ""
-    decode.become(computed=answer.prefill.usage.prompt_tokens, received=0)
-    assert Answer(mesh).text == CAPTION, "the other one goes on"
-
-
-def test_decode_killed_mid_stream_goes_on_without_a_second_hand_off(mesh: stagemesh.Mesh) -> None:
-    undisturbed = Answer(mesh, **LONG)
-    (row,) = replicas(mesh, "decode")
-    prefill = PromptTokens(mesh, "prefill")
-    pieces: list[str] = []
-    with Client(mesh.address) as client:
-        for frame in client.generate(WISH, sampling={"decode": LONG}, timeout=FREE_S):
-            if isinstance(frame, TextDelta):
-                pieces.append(frame.text)
-                if len(pieces) == 10:
-                    os.kill(row.report.pid, signal.SIGKILL)
-    assert "".join(pieces) == undisturbed.text
-    assert isinstance(frame, Finished)
-    assert frame.stages["decode"].recovery == "exact"
-    assert frame.usage.completion_tokens == LONG["max_tokens"]
-    read = frame.stages["prefill"].usage.prompt_tokens
-    prefill.become(computed=read, received=0)
-    (again,) = (r for r in replicas(mesh, "decode") if r.state == replica_pb.REPLICA_STATE_READY)
-    assert again.report.pid != row.report.pid and again.report.load.prompt_tokens_received == 0
