@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
-PATIENCE_S = 60.0
+from stagemesh.rpc.errors import MeshError
+
+T = TypeVar("T")
+READY_S = 60.0
+END_S = 30.0
+POLL_S = 0.02
 
 PIPELINE = """
 name: small
@@ -43,36 +52,76 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "TMPDIR": str(folder / "tmp"), "XDG_RUNTIME_DIR": str(folder / "run")}
 
 
-def start(folder: Path, *arguments: str, module: str = "stagemesh.cli.main") -> subprocess.Popen[str]:
-    """Start the command in a session of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(folder),
-        start_new_session=True,
-    )
+def eventually(what: str, probe: Callable[[], T], timeout: float = READY_S) -> T:
+    """Wait until `probe()` is true and return it. Errors of a mesh that is just not there count as "not yet"."""
+    deadline, last = time.monotonic() + timeout, None
+    while time.monotonic() < deadline:
+        try:
+            if value := probe():
+                return value
+        except MeshError as error:
+            last = error
+        time.sleep(POLL_S)
+    raise AssertionError(f"not within {timeout:.0f} s: {what} (last error: {last})")
 
 
-def await_file(path: Path, process: subprocess.Popen[str]) -> str:
+class Process:
+    """One command of ours and its output."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str], prefix: Sequence[str] = ()) -> None:
+        """Args: prefix: a command that makes itself the one after it, such as `unshare`."""
+        self.lines: deque[str] = deque(maxlen=2000)
+        self._process = subprocess.Popen(
+            [*prefix, sys.executable, "-m", *arguments], env=environment, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        self.lines.extend(iter(self._process.stdout.readline, ""))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, timeout: float = END_S) -> int:
+        return self._process.wait(timeout)
+
+    def finish(self, timeout: float = END_S) -> tuple[int, str]:
+        """Wait until it has ended; its exit status and its whole output."""
+        code = self.wait(timeout)
+        self._reader.join(timeout)
+        return code, self.output
+
+    def kill(self) -> None:
+        """kill -9, and reap."""
+        self._process.kill()
+        self._process.wait(END_S)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+
+def start(folder: Path, *arguments: str) -> Process:
+    """Start `stagemesh` with these arguments; what it writes lies in `folder`."""
+    return Process(["stagemesh.cli.main", *arguments], environment(folder))
+
+
+def await_file(path: Path, process: Process) -> str:
     """The content of a file that `process` is to write."""
-
-    def written() -> bool:
-        if process.poll() is not None:
-            raise AssertionError(f"it ended with {process.returncode}: {process.stdout and process.stdout.read()}")
-        return path.exists()
-
-    eventually(written)
+    eventually(f"it writes {path.name}", lambda: path.exists() or process.has_ended)
+    assert path.exists(), process.output
     return path.read_text().strip()
-
-
-def eventually(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
-    """Look until it is so."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not so within {timeout_s} s: {condition}"
-        time.sleep(0.02)
 
 
 def family(pid: int) -> list[psutil.Process]:

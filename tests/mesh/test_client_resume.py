@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from stagemesh import AsyncClient, Client, Finished, Frame, Image, StageFinished, TextDelta
-from stagemesh.client.admin import AdminClient
-from stagemesh.v1 import replica_pb2 as replica_pb
-from tests.mesh.processes import PATIENCE_S, await_file, eventually, start, write_pipeline
+from tests.mesh.faults.processes import READY_S, Process, Processes, processes
+from tests.mesh.processes import PIPELINE
 
 SAMPLING = {"writer": {"max_tokens": 60, "temperature": 0}, "painter": {"seed": 7, "num_inference_steps": 3}}
 
@@ -20,49 +18,25 @@ SAMPLING = {"writer": {"max_tokens": 60, "temperature": 0}, "painter": {"seed": 
 class Mesh:
     """A head that can be killed and started again at its address, and a node."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._pipeline = write_pipeline(folder, pace=30)
-        self.address = "127.0.0.1:0"
-        self._starts = 0
-        self.head = self.start_head()
-        self._node = start(folder, "worker", "--head", self.address, "--node-id", "a")
-        self.await_ready()
+    def __init__(self, running: Processes) -> None:
+        self._processes = running
+        self._head: Process = running.start_head()
+        running.start_worker("a")
+        running.ready(2)
 
-    def start_head(self) -> subprocess.Popen[str]:
-        self._starts += 1
-        ready = self._folder / f"head-{self._starts}"
-        self.head = start(
-            self._folder, "head", str(self._pipeline), "--listen", self.address, "--ready-file", str(ready)
-        )
-        self.address = await_file(ready, self.head)
-        return self.head
-
-    def await_ready(self) -> None:
-        with AdminClient(self.address) as admin:
-            eventually(lambda: self._ready_replicas(admin) == 2)
-
-    @staticmethod
-    def _ready_replicas(admin: AdminClient) -> int:
-        return sum(row.state == replica_pb.REPLICA_STATE_READY for row in admin.list_replicas()[0])
+    @property
+    def address(self) -> str:
+        return self._processes.address
 
     def replace_head(self) -> None:
-        self.head.kill()
-        self.head.communicate(timeout=PATIENCE_S)
-        self.start_head()
-
-    def stop(self) -> None:
-        for process in (self._node, self.head):
-            process.terminate()
-        for process in (self._node, self.head):
-            process.communicate(timeout=PATIENCE_S)
+        self._head.kill()
+        self._head = self._processes.start_head()
 
 
 @pytest.fixture
 def mesh(tmp_path: Path) -> Iterator[Mesh]:
-    mesh = Mesh(tmp_path)
-    yield mesh
-    mesh.stop()
+    with processes(tmp_path, PIPELINE.format(pace=30)) as running:
+        yield Mesh(running)
 
 
 def text(frames: list[Frame]) -> str:
@@ -109,9 +83,9 @@ async def test_many_streams_of_the_async_client_survive_a_killed_head(mesh: Mesh
             await is_under_way.acquire()
         running = [asyncio.create_task(run(client, wish)) for wish in wishes]
         for _ in wishes:
-            await asyncio.wait_for(is_under_way.acquire(), PATIENCE_S)
+            await asyncio.wait_for(is_under_way.acquire(), READY_S)
         await asyncio.to_thread(mesh.replace_head)
-        survived = await asyncio.wait_for(asyncio.gather(*running), PATIENCE_S)
+        survived = await asyncio.wait_for(asyncio.gather(*running), READY_S)
     for before, after in zip(undisturbed, survived, strict=True):
         assert text(after) == text(before)
         assert pictures(after) == pictures(before)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from stagemesh import AsyncMesh, Finished, Image, Mesh, NotFound, StartFailed, TextDelta
-from tests.mesh.processes import PATIENCE_S, assert_all_gone, environment, eventually, family, write_pipeline
+from tests.mesh.processes import READY_S, assert_all_gone, environment, eventually, family, write_pipeline
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_a_mesh_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
     mesh = Mesh(write_pipeline(tmp_path))
     starting = threading.Thread(target=mesh.start)
     starting.start()
-    starting.join(PATIENCE_S)
+    starting.join(READY_S)
     try:
         assert isinstance(list(mesh.generate("a wish"))[-1], Finished)
         assert mesh.is_alive()
@@ -98,7 +98,7 @@ def test_nothing_outlives_a_program_that_is_killed(tmp_path: Path) -> None:
         assert len(everyone) >= 5
     finally:
         process.kill()
-        process.wait(PATIENCE_S)
+        process.wait(READY_S)
     assert_all_gone(everyone, tmp_path)
 
 
@@ -109,12 +109,12 @@ def test_a_program_that_forgets_to_shut_down_leaves_nothing(tmp_path: Path) -> N
         "print(*[p.pid for p in psutil.Process().children(recursive=True)])\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment(tmp_path), timeout=PATIENCE_S
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment(tmp_path), timeout=READY_S
     )
     assert done.returncode == 0, done.stderr
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) >= 4
-    eventually(lambda: not any(_exists(pid) for pid in pids), 15)
+    eventually("none of them is left", lambda: not any(_exists(pid) for pid in pids), 15)
 
 
 def _exists(pid: int) -> bool:

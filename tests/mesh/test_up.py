@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 from stagemesh import Client, Finished, Image, StageMeshError, TextDelta
 from stagemesh.client.admin import AdminClient
 from tests.mesh.processes import (
-    PATIENCE_S,
+    READY_S,
     assert_all_gone,
     await_file,
     eventually,
@@ -32,7 +31,7 @@ class Up:
         self.folder = folder
         self.ready_file = folder / "ready"
         options = ["--listen", "127.0.0.1:0", "--ready-file", str(self.ready_file), *arguments]
-        self.process: subprocess.Popen[str] = start(folder, "up", str(pipeline), *options)
+        self.process = start(folder, "up", str(pipeline), *options)
 
     def await_ready(self) -> str:
         address = await_file(self.ready_file, self.process)
@@ -40,8 +39,13 @@ class Up:
         return address
 
     def finish(self) -> tuple[int, str]:
-        output, _ = self.process.communicate(timeout=PATIENCE_S)
-        return self.process.returncode, output
+        return self.process.finish(READY_S)
+
+    def await_output(self, words: str) -> str:
+        """The line with these words."""
+        return eventually(
+            f"it says: {words}", lambda: next((line for line in self.process.output.splitlines() if words in line), "")
+        )
 
 
 @pytest.fixture
@@ -56,9 +60,8 @@ def up(tmp_path: Path) -> Iterator[type[Up]]:
 
     yield Owned  # type: ignore[misc]
     for one in started:
-        if one.process.poll() is None:
+        if not one.process.has_ended:
             one.process.kill()
-            one.process.wait(PATIENCE_S)
 
 
 def test_logs_of_all_processes_are_json_and_name_replica_and_request(up, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -68,7 +71,7 @@ def test_logs_of_all_processes_are_json_and_name_replica_and_request(up, tmp_pat
         frames = client.generate("a wish", request_id="left", sampling={"writer": {"max_tokens": 2000}})
         next(frames)
         frames.close()
-    running.process.send_signal(signal.SIGTERM)
+    running.process.signal(signal.SIGTERM)
     code, output = running.finish()
     assert code == 0
     records = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
@@ -89,7 +92,7 @@ def test_ctrl_c_lets_a_running_request_end_and_leaves_nothing(up, tmp_path: Path
     with Client(running.await_ready()) as client:
         frames = client.generate("a wish", sampling={"writer": {"max_tokens": 30}})
         first = next(frames)
-        running.process.send_signal(signal.SIGINT)
+        running.process.signal(signal.SIGINT)
         rest = list(frames)
     assert isinstance(first, TextDelta) and isinstance(rest[-1], Finished)
     assert any(isinstance(frame, Image) for frame in rest)
@@ -104,9 +107,9 @@ def test_a_second_ctrl_c_stops_at_once(up, tmp_path: Path) -> None:  # type: ign
     with Client(running.await_ready(), resume_window=0) as client:
         frames = client.generate("a wish", sampling={"writer": {"max_tokens": 500}})
         next(frames)
-        running.process.send_signal(signal.SIGINT)
-        eventually(lambda: "draining" in (running.process.stdout.readline() if running.process.stdout else ""))
-        running.process.send_signal(signal.SIGINT)
+        running.process.signal(signal.SIGINT)
+        running.await_output("draining")
+        running.process.signal(signal.SIGINT)
         with pytest.raises(StageMeshError):
             list(frames)
     code, output = running.finish()
@@ -125,10 +128,9 @@ def test_kill_9_leaves_nothing(up, tmp_path: Path) -> None:  # type: ignore[no-u
 def test_ctrl_c_while_it_starts_stops_it(up, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     slow = "name: slow\nstages:\n  - {{name: writer, engine: synthetic, engine_args: {{start_seconds: 300}}}}\n"
     running = up(write_pipeline(tmp_path, text=slow))
-    assert running.process.stdout is not None
-    eventually(lambda: "loading" in running.process.stdout.readline())
+    running.await_output("loading")
     everyone = family(running.process.pid)
-    running.process.send_signal(signal.SIGINT)
+    running.process.signal(signal.SIGINT)
     code, output = running.finish()
     assert code == 130 and "Traceback" not in output
     assert_all_gone(everyone, tmp_path)
@@ -137,14 +139,17 @@ def test_ctrl_c_while_it_starts_stops_it(up, tmp_path: Path) -> None:  # type: i
 def test_a_mesh_that_is_not_ready_in_time_says_what_it_waited_for_and_leaves_nothing(up, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     slow = "name: slow\nstages:\n  - {{name: writer, engine: synthetic, engine_args: {{start_seconds: 300}}}}\n"
     running = up(write_pipeline(tmp_path, text=slow), "--init-timeout", "5")
-    assert running.process.stdout is not None
     everyone: set[psutil.Process] = set()
-    lines = []
-    for line in running.process.stdout:
-        lines.append(line)
+
+    def has_ended() -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):
             everyone.update(family(running.process.pid))
-    assert running.process.wait(PATIENCE_S) == 23
+        return running.process.has_ended
+
+    eventually("it gives up", has_ended)
+    code, output = running.finish()
+    lines = output.splitlines()
+    assert code == 23
     assert lines[-2].startswith("error: not ready after 5.00 s: writer/0: "), lines
     assert lines[-1].startswith("hint: "), lines
     assert_all_gone(list(everyone), tmp_path)
@@ -178,11 +183,9 @@ def test_a_port_that_is_taken_is_said_in_one_line(up, tmp_path: Path) -> None:  
 
 def test_some_stages_here_and_the_rest_on_a_node_that_joins(up, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     running = up(write_pipeline(tmp_path), "--stages", "0", "--devices", "cpu:0")
-    assert running.process.stdout is not None
-    first = running.process.stdout.readline()
-    address = first.split("serves at ")[1].split(";")[0]
+    address = running.await_output("serves at ").split("serves at ")[1].split(";")[0]
     with AdminClient(address) as admin:
-        eventually(lambda: [row.report.endpoint for row in admin.list_replicas()[0]] and admin.list_replicas()[1])
+        eventually("a writer runs", lambda: [row.report.endpoint for row in admin.list_replicas()[0]])
         replicas, missing = admin.list_replicas()
         assert [row.report.replica.stage for row in replicas] == ["writer"]
         assert [slot.replica.stage for slot in missing] == ["painter"]
@@ -197,6 +200,6 @@ def test_some_stages_here_and_the_rest_on_a_node_that_joins(up, tmp_path: Path) 
             where = {row.report.replica.stage: row.node_id for row in admin.list_replicas()[0]}
         assert where == {"writer": "local", "painter": "other"}
     finally:
-        worker.terminate()
-        worker.communicate(timeout=PATIENCE_S)
-    assert worker.returncode == 0
+        worker.signal(signal.SIGTERM)
+        code = worker.wait()
+    assert code == 0

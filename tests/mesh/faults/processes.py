@@ -5,84 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-import threading
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 
 from stagemesh import Client
 from stagemesh.client.admin import AdminClient
-from stagemesh.rpc.errors import MeshError
 from stagemesh.v1 import admin_pb2 as admin_pb
 from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
+from tests.mesh.processes import END_S, POLL_S, READY_S, Process, eventually
 
-T = TypeVar("T")
+__all__ = ["READY_S", "Process", "Processes", "eventually", "processes"]
+
 MARK = "STAGEMESH_TEST_RUN"
 """Environment variable by which all processes of one mesh are found, however they were orphaned."""
-READY_S = 60.0
-END_S = 30.0
-POLL_S = 0.02
-
-
-def eventually(what: str, probe: Callable[[], T], timeout: float = READY_S) -> T:
-    """Wait until `probe()` is true and return it. Errors of a mesh that is just not there count as "not yet"."""
-    deadline, last = time.monotonic() + timeout, None
-    while time.monotonic() < deadline:
-        try:
-            if value := probe():
-                return value
-        except MeshError as error:
-            last = error
-        time.sleep(POLL_S)
-    raise AssertionError(f"not within {timeout:.0f} s: {what} (last error: {last})")
-
-
-class Process:
-    """One command of ours and its output."""
-
-    def __init__(self, arguments: list[str], environment: dict[str, str], prefix: Sequence[str] = ()) -> None:
-        """Args: prefix: a command that makes itself the one after it, such as `unshare`."""
-        self.lines: deque[str] = deque(maxlen=2000)
-        self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", *arguments], env=environment, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        self.lines.extend(iter(self._process.stdout.readline, ""))
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def output(self) -> str:
-        return "".join(self.lines)
-
-    def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
-
-    def wait(self, timeout: float = END_S) -> int:
-        return self._process.wait(timeout)
-
-    def kill(self) -> None:
-        """kill -9, and reap."""
-        self._process.kill()
-        self._process.wait(END_S)
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
 
 
 class Processes:
