@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from stagemesh.addresses import DEFAULT_HEAD
-from stagemesh.cli.files import ModelFolder, PipelineFiles, PolicyName, load_pipelines
+from stagemesh.cli.files import ModelFolder, PipelineFiles, PipelineSources, PolicyName
 from stagemesh.cli.layering import (
     DefaultSampling,
     DeployConfig,
@@ -140,9 +140,9 @@ def head(
 
     start_logging("head", log_level, log_json)
     ask_for_traces(otlp_endpoint)
-    loaded = load_pipelines(
-        pipelines or [],
-        model,
+    loaded = PipelineSources(
+        files=pipelines or (),
+        model=model,
         stage_overrides=stage_overrides,
         deploy_config=deploy_config or (),
         engine_arg=engine_arg or (),
@@ -150,7 +150,7 @@ def head(
         policy=policy,
         stage_init_timeout=stage_init_timeout,
         default_sampling_params=default_sampling_params,
-    )
+    ).load()
     try:
         settings = HeadSettings(
             listen=listen,

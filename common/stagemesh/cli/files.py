@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,73 +38,69 @@ PolicyName = Annotated[
 ]
 
 
-def load_pipelines(
-    files: Sequence[Path],
-    model: Path | None,
-    *,
-    stage_overrides: str = "",
-    deploy_config: Sequence[Path] = (),
-    engine_arg: Sequence[str] = (),
-    platform: str = "",
-    policy: str = "",
-    stage_init_timeout: float | None = None,
-    default_sampling_params: str = "",
-) -> list[Pipeline]:
-    """Read and check everything before anything starts.
+@dataclass(frozen=True)
+class PipelineSources:
+    """Files or a model, and what is laid over them."""
 
-    Raises:
-        ConfigError: naming file, path, value, and what would be right.
-        typer.BadParameter: files and --model do not fit together.
-    """
-    from stagemesh import config
-    from stagemesh.config.overrides import parse_default_sampling, parse_engine_args, parse_stage_overrides
+    files: Sequence[Path] = ()
+    model: Path | None = None
+    stage_overrides: str = ""
+    deploy_config: Sequence[Path] = ()
+    engine_arg: Sequence[str] = ()
+    platform: str = ""
+    policy: str = ""
+    stage_init_timeout: float | None = None
+    default_sampling_params: str = ""
 
-    if not files and model is None:
-        raise typer.BadParameter("give pipeline files, or --model DIR", param_hint="PIPELINE")
-    if files and default_sampling_params:
-        raise typer.BadParameter("is for --model alone: files have their own", param_hint="--default-sampling-params")
-    options: config.Layers = {
-        "overlays": deploy_config,
-        "stage_overrides": parse_stage_overrides(stage_overrides) if stage_overrides else None,
-        "engine_args": parse_engine_args(list(engine_arg)),
-        "platform": platform,
-        "policy": policy,
-        "stage_init_timeout": stage_init_timeout,
-    }
-    if files:
-        options["model"] = model
-        loaded = [config.load_pipeline(path, **options) for path in files]
-    else:
-        assert model is not None
-        sampling = parse_default_sampling(default_sampling_params) if default_sampling_params else None
-        loaded = [config.default_pipeline(model, default_sampling_params=sampling, **options)]
-    names = [one.name for one in loaded]
-    for name in names:
-        if names.count(name) > 1:
-            raise typer.BadParameter(f"two of the files are named {name!r}: set `name` in one", param_hint="PIPELINE")
-    return loaded
+    def load(self) -> list[Pipeline]:
+        """Read and check everything before anything starts.
 
+        Raises:
+            ConfigError: naming file, path, value, and what would be right.
+            typer.BadParameter: files and --model do not fit together.
+        """
+        from stagemesh import config
+        from stagemesh.config.overrides import parse_default_sampling, parse_engine_args, parse_stage_overrides
 
-def arguments(
-    files: Sequence[Path],
-    model: Path | None,
-    *,
-    stage_overrides: str = "",
-    deploy_config: Sequence[Path] = (),
-    engine_arg: Sequence[str] = (),
-    platform: str = "",
-    policy: str = "",
-    stage_init_timeout: float | None = None,
-    default_sampling_params: str = "",
-) -> list[str]:
-    """The words by which another process loads the same."""
-    words = [str(path) for path in files]
-    words += ["--model", str(model)] if model is not None else []
-    words += ["--stage-overrides", stage_overrides] if stage_overrides else []
-    words += [word for path in deploy_config for word in ("--deploy-config", str(path))]
-    words += [word for pair in engine_arg for word in ("--engine-arg", pair)]
-    words += ["--platform", platform] if platform else []
-    words += ["--policy", policy] if policy else []
-    words += ["--stage-init-timeout", f"{stage_init_timeout:g}"] if stage_init_timeout is not None else []
-    words += ["--default-sampling-params", default_sampling_params] if default_sampling_params else []
-    return words
+        if self.files and self.default_sampling_params:
+            raise typer.BadParameter(
+                "is for --model alone: files have their own", param_hint="--default-sampling-params"
+            )
+        options: config.Layers = {
+            "overlays": self.deploy_config,
+            "stage_overrides": parse_stage_overrides(self.stage_overrides) if self.stage_overrides else None,
+            "engine_args": parse_engine_args(list(self.engine_arg)),
+            "platform": self.platform,
+            "policy": self.policy,
+            "stage_init_timeout": self.stage_init_timeout,
+        }
+        if self.files:
+            options["model"] = self.model
+            loaded = [config.load_pipeline(path, **options) for path in self.files]
+        elif self.model is not None:
+            text = self.default_sampling_params
+            sampling = parse_default_sampling(text) if text else None
+            loaded = [config.default_pipeline(self.model, default_sampling_params=sampling, **options)]
+        else:
+            raise typer.BadParameter("give pipeline files, or --model DIR", param_hint="PIPELINE")
+        names = [one.name for one in loaded]
+        for name in names:
+            if names.count(name) > 1:
+                wrong = f"two of the files are named {name!r}: set `name` in one"
+                raise typer.BadParameter(wrong, param_hint="PIPELINE")
+        return loaded
+
+    def arguments(self) -> list[str]:
+        """The words by which another process loads the same."""
+        words = [str(path) for path in self.files]
+        words += ["--model", str(self.model)] if self.model is not None else []
+        words += ["--stage-overrides", self.stage_overrides] if self.stage_overrides else []
+        words += [word for path in self.deploy_config for word in ("--deploy-config", str(path))]
+        words += [word for pair in self.engine_arg for word in ("--engine-arg", pair)]
+        words += ["--platform", self.platform] if self.platform else []
+        words += ["--policy", self.policy] if self.policy else []
+        timeout = self.stage_init_timeout
+        words += ["--stage-init-timeout", f"{timeout:g}"] if timeout is not None else []
+        sampling = self.default_sampling_params
+        words += ["--default-sampling-params", sampling] if sampling else []
+        return words

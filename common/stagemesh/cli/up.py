@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stagemesh.addresses import DEFAULT_HEAD
-from stagemesh.cli.files import ModelFolder, PipelineFiles, PolicyName, arguments, load_pipelines
+from stagemesh.cli.files import ModelFolder, PipelineFiles, PipelineSources, PolicyName
 from stagemesh.cli.layering import (
     DefaultSampling,
     DeployConfig,
@@ -85,18 +85,19 @@ def up(
     from stagemesh.launch.local import LocalMesh
 
     wanted = [stage.strip() for stage in stages.split(",") if stage.strip()]
-    files = pipelines or []
-    layers: dict[str, Any] = {
-        "stage_overrides": stage_overrides,
-        "deploy_config": deploy_config or (),
-        "engine_arg": engine_arg or (),
-        "platform": platform,
-        "policy": policy,
-        "stage_init_timeout": stage_init_timeout,
-        "default_sampling_params": default_sampling_params,
-    }
-    reserved = _reservations(load_pipelines(files, model, **layers), wanted)
-    head = [*arguments(files, model, **layers), "--listen", listen, "--drain-timeout", f"{drain_timeout:g}", *reserved]
+    sources = PipelineSources(
+        files=pipelines or (),
+        model=model,
+        stage_overrides=stage_overrides,
+        deploy_config=deploy_config or (),
+        engine_arg=engine_arg or (),
+        platform=platform,
+        policy=policy,
+        stage_init_timeout=stage_init_timeout,
+        default_sampling_params=default_sampling_params,
+    )
+    reserved = _reservations(sources.load(), wanted)
+    head = [*sources.arguments(), "--listen", listen, "--drain-timeout", f"{drain_timeout:g}", *reserved]
     telemetry = [*log_arguments(log_level, log_json), *trace_arguments(otlp_endpoint)]
     head += telemetry
     worker = [*telemetry, *(["--devices", devices] if devices else [])]

@@ -152,23 +152,25 @@ def test_schema_command(command: Command) -> None:  # noqa: F811
 
 # -- the same layers, handed on by `up` and taken by `head` -----------------
 def test_files_and_flags_are_loaded_alike_by_up_and_head(write) -> None:
-    from stagemesh.cli.files import arguments, load_pipelines
+    from stagemesh.cli.files import PipelineSources
 
     path = write("stages:\n- {name: a}\n- {name: b, model: own}\n")
     over = write("platforms: {cuda: {stages: [{stage_id: 0, max_num_seqs: 3}]}}\n", "over.yaml")
-    layers = {
-        "stage_overrides": '{"b": {"num_replicas": 2}}',
-        "deploy_config": [over],
-        "engine_arg": ["enforce_eager=true"],
-        "platform": "cuda",
-        "policy": "random",
-        "stage_init_timeout": 12.5,
-    }
-    (pipeline,) = load_pipelines([path], Path("org/model"), **layers)
+    sources = PipelineSources(
+        files=[path],
+        model=Path("org/model"),
+        stage_overrides='{"b": {"num_replicas": 2}}',
+        deploy_config=[over],
+        engine_arg=["enforce_eager=true"],
+        platform="cuda",
+        policy="random",
+        stage_init_timeout=12.5,
+    )
+    (pipeline,) = sources.load()
     a, b = pipeline.stages
     assert (a.model, b.model, b.runtime.num_replicas, pipeline.routing.policy) == ("org/model", "own", 2, "random")
     assert a.engine_args == {"max_num_seqs": 3, "enforce_eager": True} and a.runtime.stage_init_timeout == 12.5
-    assert arguments([path], Path("org/model"), **layers) == [
+    assert sources.arguments() == [
         str(path), "--model", "org/model", "--stage-overrides", '{"b": {"num_replicas": 2}}',
         "--deploy-config", str(over), "--engine-arg", "enforce_eager=true", "--platform", "cuda",
         "--policy", "random", "--stage-init-timeout", "12.5",
@@ -176,16 +178,17 @@ def test_files_and_flags_are_loaded_alike_by_up_and_head(write) -> None:
 
 
 def test_model_alone_has_its_sampling_defaults_from_the_command_line(tmp_path: Path, write) -> None:
-    from stagemesh.cli.files import arguments, load_pipelines
+    from stagemesh.cli.files import PipelineSources
 
     (tmp_path / "config.json").write_text("{}")
     text = '{"0": {"max_tokens": 64}}'
-    (pipeline,) = load_pipelines([], tmp_path, default_sampling_params=text)
+    sources = PipelineSources(model=tmp_path, default_sampling_params=text)
+    (pipeline,) = sources.load()
     assert pipeline.stages[0].default_sampling_params == {"max_tokens": 64}
-    assert arguments([], tmp_path, default_sampling_params=text)[-2:] == ["--default-sampling-params", text]
+    assert sources.arguments()[-2:] == ["--default-sampling-params", text]
     with pytest.raises(ConfigError, match="--default-sampling-params: not JSON at character 2"):
-        load_pipelines([], tmp_path, default_sampling_params="{")
+        PipelineSources(model=tmp_path, default_sampling_params="{").load()
     with pytest.raises(typer.BadParameter, match="is for --model alone"):
-        load_pipelines([write(TWO)], None, default_sampling_params=text)
+        PipelineSources(files=[write(TWO)], default_sampling_params=text).load()
     with pytest.raises(typer.BadParameter, match="give pipeline files, or --model"):
-        load_pipelines([], None)
+        PipelineSources().load()
