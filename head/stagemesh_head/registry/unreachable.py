@@ -63,7 +63,7 @@ def _replace(book: Book, node: Node, replica: Replica, now: float) -> None:
     node.unreached.add(replica.key)
     state.memory.pop(replica.key, None)  # the slot need not come back here
     reason = (
-        f"the head cannot reach it since {now - replica.cut_off_at:.0f} s though node {node.node_id} is well "
+        f"the head has not reached it for {now - replica.cut_off_at:.0f} s, though node {node.node_id} is well "
         f"({replica.link_reason}): it is placed anew"
     )
     book.effects.append(Happened("replica.unreachable", node.node_id, replica.key, replica.incarnation, reason=reason))

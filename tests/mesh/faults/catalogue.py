@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -51,6 +52,8 @@ class Fault:
     log_line: str = ""
     prepare: Callable[[Scene], None] | None = None
     """Changes a mesh that is not yet started."""
+    starts_a_replica: bool = False
+    """After it another process than before serves a slot; else no model is loaded twice."""
     happens_once: bool = False
     """The mesh is not what it was, also when it is well again."""
     is_watched_for_a_lease: bool = False
@@ -68,7 +71,12 @@ def _kill_head(scene: Scene) -> None:
 
 def _stop_replica(scene: Scene) -> None:
     pid = scene.victim
-    scene.held.callback(os.kill, pid, signal.SIGCONT)
+
+    def wake() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+    scene.blow.callback(wake)
     os.kill(pid, signal.SIGSTOP)
 
 
@@ -155,13 +163,16 @@ def _oversized(scene: Scene) -> None:
 
 
 def _silence(scene: Scene) -> None:
-    scene.held.enter_context(hostile.silent(list(scene.every_port.values()), SILENT))
+    scene.blow.enter_context(hostile.silent(list(scene.every_port.values()), SILENT))
 
 
 FAULTS = [
-    Fault("clean exit of a node", lambda s: s.a.signal(signal.SIGTERM), _start_a_again, "node.gone"),
-    Fault("kill -9 of a replica", lambda s: os.kill(s.victim, signal.SIGKILL), event="replica."),
-    Fault("kill -9 of a node agent", lambda s: s.a.kill(), lambda s: s.start_a(), "node.suspect"),
+    Fault("clean exit of a node", lambda s: s.a.signal(signal.SIGTERM), _start_a_again, "node.gone",
+          starts_a_replica=True),
+    Fault("kill -9 of a replica", lambda s: os.kill(s.victim, signal.SIGKILL), event="replica.",
+          starts_a_replica=True),
+    Fault("kill -9 of a node agent", lambda s: s.a.kill(), lambda s: s.start_a(), "node.suspect",
+          starts_a_replica=True),
     Fault("kill -9 of the head", _kill_head, lambda s: s.start_head(), log_line="no session with the head",
           clients_may_see="no head answers"),
     Fault("SIGSTOP of a replica", _stop_replica, _go_on(lambda s: s.victim), "replica.suspect"),
@@ -177,9 +188,10 @@ FAULTS = [
     Fault("wall clock of all processes 6 h back", _step_clock(-CLOCK_STEP_S), prepare=_with_own_clock,
           is_watched_for_a_lease=True, why_not=wall_clock.why_not),
     Fault("disk full in the lock folder of a node that is to start its first replica", _fill_disk, _free_disk,
-          "replica.failed", prepare=_on_small_disk, happens_once=True, why_not=small_disk.why_not),
+          "replica.failed", prepare=_on_small_disk, starts_a_replica=True, happens_once=True,
+          why_not=small_disk.why_not),
     Fault("node agent killed, started with a lock folder it cannot use", _lock_folder_becomes_a_file, _folder_is_back,
-          log_line="is no directory"),
+          log_line="is no directory", starts_a_replica=True),
     Fault("garbage on every port", _garbage, prepare=_open_every_port),
     Fault("oversized and malformed messages on every port", _oversized, prepare=_open_every_port),
     Fault(f"{SILENT} silent connections, on every port", _silence, prepare=_open_every_port),

@@ -75,7 +75,7 @@ def measure(fault: Fault, scene: Scene, events: Events, *, loaded: bool, lease_s
         AssertionError: it does not get well, or the load does not go on.
     """
     load = Load(scene.mesh, threads=CLIENTS if loaded else 1)
-    with load if loaded else contextlib.nullcontext():
+    with scene.blow, load if loaded else contextlib.nullcontext():
         if loaded:
             eventually("load runs", lambda: load.done > CLIENTS)
         struck = time.monotonic()

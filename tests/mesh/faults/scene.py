@@ -45,7 +45,9 @@ class Scene:
     clock: WallClock | None = None
     disk: SmallDisk | None = None
     held: ExitStack = field(default_factory=ExitStack)
-    """What must be undone, at the latest when all is over."""
+    """What ends with the mesh."""
+    blow: ExitStack = field(default_factory=ExitStack)
+    """What ends with the fault, whatever came of it."""
     head: Process = field(init=False)
     a: Process = field(init=False)
     proxy: Proxy = field(init=False)
@@ -93,6 +95,11 @@ class Scene:
     def victim(self) -> int:
         """Process id of the replica on the first node."""
         return next(row.report.pid for row in self.mesh.replicas() if row.node_id == "a")
+
+    def replica_processes(self) -> dict[int, tuple[int, str]]:
+        """Replica id -> process id and incarnation."""
+        reports = [row.report for row in self.mesh.replicas()]
+        return {report.replica.replica_id: (report.pid, report.replica.incarnation) for report in reports}
 
     @property
     def every_port(self) -> Mapping[str, str]:

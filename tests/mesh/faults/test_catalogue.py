@@ -63,6 +63,7 @@ def test_fault_is_noticed_and_heals_and_no_client_sees_it(stage: Stage, fault: F
     if reason := fault.why_not():
         pytest.skip(reason)
     made, events = stage.of(fault)
+    before = made.replica_processes()
     row = measure(fault, made, events, loaded=loaded, lease_s=LEASE_S)
     if fault.event or fault.log_line:
         assert row.after_s is not None, "it was not noticed"
@@ -73,3 +74,4 @@ def test_fault_is_noticed_and_heals_and_no_client_sees_it(stage: Stage, fault: F
     else:
         assert row.errors == ()
     assert row.requests >= 3
+    assert (made.replica_processes() == before) is not fault.starts_a_replica

@@ -16,7 +16,7 @@ from stagemesh.v1 import replica_pb2 as replica_pb
 from tests.mesh.faults.load import Load, text_of
 from tests.mesh.faults.processes import Processes, eventually, processes
 
-READY, SUSPECT = replica_pb.REPLICA_STATE_READY, replica_pb.REPLICA_STATE_SUSPECT
+READY = replica_pb.REPLICA_STATE_READY
 PIPELINE = """
 name: sketch
 stages:
@@ -72,27 +72,6 @@ def test_killed_replica_is_restarted_in_its_slot_and_no_request_fails(two: Proce
     assert after[0].replica.incarnation != before[0].replica.incarnation
     assert after[0].device_ids == before[0].device_ids and after[0].restarts == 1
     assert after[1].pid == before[1].pid
-
-
-def test_stopped_replica_becomes_suspect_with_a_reason_and_heals(two: Processes) -> None:
-    two.start_head()
-    two.start_worker("a")
-    rows = two.ready(2)
-    frozen = rows[0].report
-    os.kill(frozen.pid, signal.SIGSTOP)
-    try:
-        row = eventually(
-            "it is suspect",
-            lambda: [r for r in two.replicas() if r.report.pid == frozen.pid and r.state == SUSPECT],
-            timeout=15,
-        )[0]
-        # The head's link and the node agent both notice; whoever is first gives the reason.
-        assert "no answer" in row.reason or "has not answered" in row.reason
-        assert text_of(two), "the other replica serves"
-    finally:
-        os.kill(frozen.pid, signal.SIGCONT)
-    healed = {row.report.pid: row.report for row in two.ready(2)}
-    assert healed[frozen.pid].replica.incarnation == frozen.replica.incarnation
 
 
 def test_killed_node_agent_leaves_no_process_and_its_successor_gets_the_same_slot(one: Processes) -> None:

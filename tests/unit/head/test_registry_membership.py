@@ -347,7 +347,7 @@ def test_a_replica_that_the_head_cannot_reach_goes_to_a_spare_node_after_three_l
     beat_for(world, 1.0, a, b)
     assert world.states() == {"writer/0": "DRAINING"}
     [event] = [event for event in world.events if event.type == "replica.unreachable"]
-    assert "cannot reach it since 30 s though node a is well (no answer from 10.0.0.5:4000)" in event.reason
+    assert "has not reached it for 30 s, though node a is well (no answer from 10.0.0.5:4000)" in event.reason
     assert a.got("revocation")[0].reason == event.reason
     a.set(ReplicaState.GONE).beat()
     assert world.places()["writer/0"][0] == "b"
