@@ -87,7 +87,7 @@ class HeadMetrics:
                 self._task_ended(pipeline, task)
 
     def _task_ended(self, pipeline: str, task: Task) -> None:
-        names, times = (pipeline, task.name), task.times
+        names, times = (pipeline, task.stage_name), task.times
         self._queue.labels(*names).observe(times.queue_s)
         self._engine_queue.labels(*names).observe(times.engine_queue_s)
         self._transfer.labels(*names).observe(times.transfer_s)

@@ -106,10 +106,12 @@ class TerminalPrinter:
         table = Table(box=None, pad_edge=False, header_style="dim")
         for name in ("stage", "replica", "wait", "first output", "total", "work"):
             table.add_column(name)
-        for stage in finished.stages.values():
+        ends = [(stage.stage, stage) for stage in finished.stages.values()]
+        ends += [(f"{stage.stage} ({suffix})", stage) for suffix, stage in finished.companions.items()]
+        for name, stage in ends:
             timings = stage.timings
             table.add_row(
-                stage.stage,
+                name,
                 " → ".join(map(str, stage.replicas)),
                 seconds(timings.queue_s + timings.engine_queue_s),
                 seconds(timings.first_output_s),

@@ -149,7 +149,7 @@ def replica_name(replica: replica_pb.ReplicaRef) -> str:
 def _task(task: admin_pb.TaskInfo) -> str:
     where = f" on {task.replica.replica_id}" if task.HasField("replica") else ""
     again = f", attempt {task.attempt}" if task.attempt > 1 else ""
-    return f"{task.stage} {task.state}{where}{again}"
+    return f"{task.stage}{task.companion and f' ({task.companion})'} {task.state}{where}{again}"
 
 
 def _table(*names: str) -> Table:

@@ -42,14 +42,17 @@ def decode(response: inference_pb.GenerateResponse | inference_pb.GenerateIntera
     common: dict[str, Any] = {"request_id": response.request_id, "sequence": response.sequence}
     if response.WhichOneof("event") == "finished":
         finished = response.finished
+        ends = {
+            (row.stage, row.companion): _stage_finished(row.finished, {**common, "stage": row.stage})
+            for row in finished.stages
+        }
         return Finished(
             **common,
             finish_reason=enum_word(frame_pb.FinishReason, finished.finish_reason),
             usage=_usage(finished.usage),
             total_s=finished.total.ToNanoseconds() / 1e9,
-            stages=MappingProxyType(
-                {row.stage: _stage_finished(row.finished, {**common, "stage": row.stage}) for row in finished.stages}
-            ),
+            stages=MappingProxyType({stage: end for (stage, suffix), end in ends.items() if not suffix}),
+            companions=MappingProxyType({suffix: end for (_, suffix), end in ends.items() if suffix}),
         )
     frame = response.frame
     common |= {"stage": frame.stage, "replica_id": frame.replica_id}

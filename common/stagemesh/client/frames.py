@@ -251,3 +251,5 @@ class Finished(Frame):
     """From arrival at the head to the end, in seconds."""
     stages: Mapping[str, StageFinished] = field(default_factory=dict)
     """Every stage that ran, by name, output stage or not."""
+    companions: Mapping[str, StageFinished] = field(default_factory=dict)
+    """The companions of the first stage's prompt, by their suffix."""

@@ -32,6 +32,7 @@ def check_graph(pipeline: Pipeline) -> None:
     _check_cycles(pipeline)
     _check_outputs(pipeline)
     _check_pair(pipeline)
+    _check_companions(pipeline)
 
 
 def _check_ids(pipeline: Pipeline) -> None:
@@ -104,6 +105,22 @@ def _check_pair(pipeline: Pipeline) -> None:
         who = f"{others[0]!r} reads it" if others else "the client would get it"
         problem = f"a prefill stage has an output for its decode stage only, and {who}"
         raise ConfigError(problem, path=f"stages[{prefill.stage_id}]")
+
+
+def _check_companions(pipeline: Pipeline) -> None:
+    """Only the first stage makes companions, and only for a stage that waits for all of them."""
+    for stage in pipeline.stages:
+        if stage.prompt_expand is None:
+            continue
+        path = f"stages[{stage.stage_id}].prompt_expand"
+        if stage.stage_id != 0 or stage.inputs:
+            problem = "only the first stage, which reads the request's prompt, makes companions"
+            raise ConfigError(problem, path=path, value=stage.prompt_expand, hint="move it to stages[0]")
+        if stage.is_prefill_only:
+            raise ConfigError("a prefill stage makes no companions", path=path, value=stage.prompt_expand)
+        if not any(other.edge == "whole" for other in pipeline.consumers(stage)):
+            hint = f"want a later stage with inputs: [{stage.name}] and edge: whole"
+            raise ConfigError("no stage reads the companions", path=path, value=stage.prompt_expand, hint=hint)
 
 
 def _check_hand_over(prefill: Stage, decode: Stage) -> None:

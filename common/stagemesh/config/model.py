@@ -76,6 +76,8 @@ class StageLimits(_Frozen):
 
     max_prompt_bytes: Annotated[int, Field(ge=1)] = 1 << 20
     """Largest prompt that the stage takes, in bytes."""
+    companion_timeout: Annotated[float, Field(gt=0)] = 120.0
+    """Seconds that the stage's finished output waits for its companions."""
 
 
 class Routing(_Frozen):
@@ -140,7 +142,7 @@ class Stage(_Frozen):
     connector: str | None = None
     """KV connector of a prefill/decode pair."""
     prompt_expand: str | None = None
-    """Path of a function that makes companions of a prompt."""
+    """Path of a function that makes companions of a prompt; on the first stage only."""
     edge: EdgeMode = "whole"
     """Start when the inputs are complete, or at their first chunk."""
     lora_modules: dict[str, str] = Field(default_factory=dict)

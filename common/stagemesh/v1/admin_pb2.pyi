@@ -401,12 +401,15 @@ class TaskInfo(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     REPLICA_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    COMPANION_FIELD_NUMBER: builtins.int
     stage: builtins.str
     """Stage name."""
     state: builtins.str
     """"waiting", "submitted", "streaming", "done", "failed" or "aborted"."""
     attempt: builtins.int
     """Attempt, from 1."""
+    companion: builtins.str
+    """Suffix of the companion whose task it is; empty for the request's own."""
     @property
     def replica(self) -> stagemesh.v1.replica_pb2.ReplicaRef:
         """Replica it is bound to; unset while it waits."""
@@ -418,9 +421,10 @@ class TaskInfo(google.protobuf.message.Message):
         state: builtins.str = ...,
         replica: stagemesh.v1.replica_pb2.ReplicaRef | None = ...,
         attempt: builtins.int = ...,
+        companion: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["replica", b"replica"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "replica", b"replica", "stage", b"stage", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "companion", b"companion", "replica", b"replica", "stage", b"stage", "state", b"state"]) -> None: ...
 
 Global___TaskInfo: typing_extensions.TypeAlias = TaskInfo
 

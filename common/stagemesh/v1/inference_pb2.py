@@ -31,7 +31,7 @@ from stagemesh.v1 import sampling_pb2 as stagemesh_dot_v1_dot_sampling__pb2
 from stagemesh.v1 import tensor_pb2 as stagemesh_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cstagemesh/v1/inference.proto\x12\x0cstagemesh.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18stagemesh/v1/frame.proto\x1a\x19stagemesh/v1/header.proto\x1a\x1bstagemesh/v1/pipeline.proto\x1a\x19stagemesh/v1/prompt.proto\x1a\x1bstagemesh/v1/sampling.proto\x1a\x19stagemesh/v1/tensor.proto\"\xb4\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08pipeline\x18\x02 \x01(\t\x12$\n\x06prompt\x18\x03 \x01(\x0b\x32\x14.stagemesh.v1.Prompt\x12-\n\x08sampling\x18\x04 \x03(\x0b\x32\x1b.stagemesh.v1.StageSampling\x12\x31\n\x11output_modalities\x18\x05 \x03(\x0e\x32\x16.stagemesh.v1.Modality\x12\x15\n\routput_stages\x18\x06 \x03(\t\x12-\n\x0boutput_mode\x18\x07 \x01(\x0e\x32\x18.stagemesh.v1.OutputMode\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\nsession_id\x18\t \x01(\t\x12\x35\n\x0frecovery_policy\x18\n \x01(\x0e\x32\x1c.stagemesh.v1.RecoveryPolicy\x12\'\n\x04lora\x18\x0b \x01(\x0b\x32\x19.stagemesh.v1.LoraRequest\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\x1f\n\x12\x64\x61ta_parallel_rank\x18\r \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0freasoning_ended\x18\x0e \x01(\x08H\x01\x88\x01\x01\x12)\n\x06resume\x18\x0f \x01(\x0b\x32\x19.stagemesh.v1.ResumePointB\x15\n\x13_data_parallel_rankB\x12\n\x10_reasoning_ended\"L\n\rStageSampling\x12\r\n\x05stage\x18\x01 \x01(\t\x12,\n\x06params\x18\x02 \x01(\x0b\x32\x1c.stagemesh.v1.SamplingParams\"J\n\x0bResumePoint\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12)\n\x06stages\x18\x02 \x03(\x0b\x32\x19.stagemesh.v1.StageResume\"O\n\x0bStageResume\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\x12\x0c\n\x04text\x18\x04 \x01(\t\"\x9a\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12$\n\x05\x66rame\x18\x03 \x01(\x0b\x32\x13.stagemesh.v1.FrameH\x00\x12\x31\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1d.stagemesh.v1.RequestFinishedH\x00\x42\x07\n\x05\x65vent\"\xbe\x01\n\x0fRequestFinished\x12\x31\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1a.stagemesh.v1.FinishReason\x12\"\n\x05usage\x18\x02 \x01(\x0b\x32\x13.stagemesh.v1.Usage\x12(\n\x05total\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x06stages\x18\x04 \x03(\x0b\x32\x1a.stagemesh.v1.StageSummary\"L\n\x0cStageSummary\x12\r\n\x05stage\x18\x01 \x01(\t\x12-\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1b.stagemesh.v1.StageFinished\"\xaa\x01\n\x1aGenerateInteractiveRequest\x12-\n\x04open\x18\x01 \x01(\x0b\x32\x1d.stagemesh.v1.GenerateRequestH\x00\x12&\n\x06\x61ppend\x18\x02 \x01(\x0b\x32\x14.stagemesh.v1.PromptH\x00\x12,\n\x06params\x18\x03 \x01(\x0b\x32\x1c.stagemesh.v1.SamplingParamsB\x07\n\x05input\"\xa5\x01\n\x1bGenerateInteractiveResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12$\n\x05\x66rame\x18\x03 \x01(\x0b\x32\x13.stagemesh.v1.FrameH\x00\x12\x31\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1d.stagemesh.v1.RequestFinishedH\x00\x42\x07\n\x05\x65vent\"P\n\x12\x46\x65tchOutputRequest\x12$\n\x03ref\x18\x01 \x01(\x0b\x32\x17.stagemesh.v1.TensorRef\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\"A\n\x13\x46\x65tchOutputResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x12\n\x05\x63rc32\x18\x02 \x01(\x07H\x00\x88\x01\x01\x42\x08\n\x06_crc32\"V\n\x13\x41\x62ortRequestRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"B\n\x14\x41\x62ortRequestResponse\x12*\n\x07results\x18\x01 \x03(\x0b\x32\x19.stagemesh.v1.AbortResult\"j\n\x0b\x41\x62ortResult\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12+\n\x07outcome\x18\x02 \x01(\x0e\x32\x1a.stagemesh.v1.AbortOutcome\x12\x1a\n\x12unconfirmed_stages\x18\x03 \x03(\t\"=\n\x14ListPipelinesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"\x8d\x01\n\x15ListPipelinesResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.stagemesh.v1.ResponseHeader\x12-\n\tpipelines\x18\x02 \x03(\x0b\x32\x1a.stagemesh.v1.PipelineInfo\x12\x17\n\x0fnext_page_token\x18\x03 \x01(\t\"\"\n\x12GetPipelineRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x83\x01\n\x13GetPipelineResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.stagemesh.v1.ResponseHeader\x12,\n\x08pipeline\x18\x02 \x01(\x0b\x32\x1a.stagemesh.v1.PipelineInfo\x12\x10\n\x08problems\x18\x03 \x03(\t*\\\n\nOutputMode\x12\x1b\n\x17OUTPUT_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11OUTPUT_MODE_DELTA\x10\x01\x12\x1a\n\x16OUTPUT_MODE_FINAL_ONLY\x10\x02*u\n\x0eRecoveryPolicy\x12\x1f\n\x1bRECOVERY_POLICY_UNSPECIFIED\x10\x00\x12\x1f\n\x1bRECOVERY_POLICY_BEST_EFFORT\x10\x01\x12!\n\x1dRECOVERY_POLICY_EXACT_OR_FAIL\x10\x02*\x82\x01\n\x0c\x41\x62ortOutcome\x12\x1d\n\x19\x41\x42ORT_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41\x42ORT_OUTCOME_ABORTED\x10\x01\x12\x1d\n\x19\x41\x42ORT_OUTCOME_UNCONFIRMED\x10\x02\x12\x19\n\x15\x41\x42ORT_OUTCOME_UNKNOWN\x10\x03\x32\xaa\x04\n\x10InferenceService\x12K\n\x08Generate\x12\x1d.stagemesh.v1.GenerateRequest\x1a\x1e.stagemesh.v1.GenerateResponse0\x01\x12n\n\x13GenerateInteractive\x12(.stagemesh.v1.GenerateInteractiveRequest\x1a).stagemesh.v1.GenerateInteractiveResponse(\x01\x30\x01\x12U\n\x0c\x41\x62ortRequest\x12!.stagemesh.v1.AbortRequestRequest\x1a\".stagemesh.v1.AbortRequestResponse\x12T\n\x0b\x46\x65tchOutput\x12 .stagemesh.v1.FetchOutputRequest\x1a!.stagemesh.v1.FetchOutputResponse0\x01\x12X\n\rListPipelines\x12\".stagemesh.v1.ListPipelinesRequest\x1a#.stagemesh.v1.ListPipelinesResponse\x12R\n\x0bGetPipeline\x12 .stagemesh.v1.GetPipelineRequest\x1a!.stagemesh.v1.GetPipelineResponseB<\n\x10\x64\x65v.stagemesh.v1P\x01Z&stagemesh.dev/stagemesh/v1;stagemeshv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cstagemesh/v1/inference.proto\x12\x0cstagemesh.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18stagemesh/v1/frame.proto\x1a\x19stagemesh/v1/header.proto\x1a\x1bstagemesh/v1/pipeline.proto\x1a\x19stagemesh/v1/prompt.proto\x1a\x1bstagemesh/v1/sampling.proto\x1a\x19stagemesh/v1/tensor.proto\"\xb4\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08pipeline\x18\x02 \x01(\t\x12$\n\x06prompt\x18\x03 \x01(\x0b\x32\x14.stagemesh.v1.Prompt\x12-\n\x08sampling\x18\x04 \x03(\x0b\x32\x1b.stagemesh.v1.StageSampling\x12\x31\n\x11output_modalities\x18\x05 \x03(\x0e\x32\x16.stagemesh.v1.Modality\x12\x15\n\routput_stages\x18\x06 \x03(\t\x12-\n\x0boutput_mode\x18\x07 \x01(\x0e\x32\x18.stagemesh.v1.OutputMode\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\nsession_id\x18\t \x01(\t\x12\x35\n\x0frecovery_policy\x18\n \x01(\x0e\x32\x1c.stagemesh.v1.RecoveryPolicy\x12\'\n\x04lora\x18\x0b \x01(\x0b\x32\x19.stagemesh.v1.LoraRequest\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\x1f\n\x12\x64\x61ta_parallel_rank\x18\r \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0freasoning_ended\x18\x0e \x01(\x08H\x01\x88\x01\x01\x12)\n\x06resume\x18\x0f \x01(\x0b\x32\x19.stagemesh.v1.ResumePointB\x15\n\x13_data_parallel_rankB\x12\n\x10_reasoning_ended\"L\n\rStageSampling\x12\r\n\x05stage\x18\x01 \x01(\t\x12,\n\x06params\x18\x02 \x01(\x0b\x32\x1c.stagemesh.v1.SamplingParams\"J\n\x0bResumePoint\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12)\n\x06stages\x18\x02 \x03(\x0b\x32\x19.stagemesh.v1.StageResume\"O\n\x0bStageResume\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\x12\x0c\n\x04text\x18\x04 \x01(\t\"\x9a\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12$\n\x05\x66rame\x18\x03 \x01(\x0b\x32\x13.stagemesh.v1.FrameH\x00\x12\x31\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1d.stagemesh.v1.RequestFinishedH\x00\x42\x07\n\x05\x65vent\"\xbe\x01\n\x0fRequestFinished\x12\x31\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1a.stagemesh.v1.FinishReason\x12\"\n\x05usage\x18\x02 \x01(\x0b\x32\x13.stagemesh.v1.Usage\x12(\n\x05total\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x06stages\x18\x04 \x03(\x0b\x32\x1a.stagemesh.v1.StageSummary\"_\n\x0cStageSummary\x12\r\n\x05stage\x18\x01 \x01(\t\x12-\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1b.stagemesh.v1.StageFinished\x12\x11\n\tcompanion\x18\x03 \x01(\t\"\xaa\x01\n\x1aGenerateInteractiveRequest\x12-\n\x04open\x18\x01 \x01(\x0b\x32\x1d.stagemesh.v1.GenerateRequestH\x00\x12&\n\x06\x61ppend\x18\x02 \x01(\x0b\x32\x14.stagemesh.v1.PromptH\x00\x12,\n\x06params\x18\x03 \x01(\x0b\x32\x1c.stagemesh.v1.SamplingParamsB\x07\n\x05input\"\xa5\x01\n\x1bGenerateInteractiveResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12$\n\x05\x66rame\x18\x03 \x01(\x0b\x32\x13.stagemesh.v1.FrameH\x00\x12\x31\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1d.stagemesh.v1.RequestFinishedH\x00\x42\x07\n\x05\x65vent\"P\n\x12\x46\x65tchOutputRequest\x12$\n\x03ref\x18\x01 \x01(\x0b\x32\x17.stagemesh.v1.TensorRef\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\"A\n\x13\x46\x65tchOutputResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x12\n\x05\x63rc32\x18\x02 \x01(\x07H\x00\x88\x01\x01\x42\x08\n\x06_crc32\"V\n\x13\x41\x62ortRequestRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"B\n\x14\x41\x62ortRequestResponse\x12*\n\x07results\x18\x01 \x03(\x0b\x32\x19.stagemesh.v1.AbortResult\"j\n\x0b\x41\x62ortResult\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12+\n\x07outcome\x18\x02 \x01(\x0e\x32\x1a.stagemesh.v1.AbortOutcome\x12\x1a\n\x12unconfirmed_stages\x18\x03 \x03(\t\"=\n\x14ListPipelinesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"\x8d\x01\n\x15ListPipelinesResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.stagemesh.v1.ResponseHeader\x12-\n\tpipelines\x18\x02 \x03(\x0b\x32\x1a.stagemesh.v1.PipelineInfo\x12\x17\n\x0fnext_page_token\x18\x03 \x01(\t\"\"\n\x12GetPipelineRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x83\x01\n\x13GetPipelineResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.stagemesh.v1.ResponseHeader\x12,\n\x08pipeline\x18\x02 \x01(\x0b\x32\x1a.stagemesh.v1.PipelineInfo\x12\x10\n\x08problems\x18\x03 \x03(\t*\\\n\nOutputMode\x12\x1b\n\x17OUTPUT_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11OUTPUT_MODE_DELTA\x10\x01\x12\x1a\n\x16OUTPUT_MODE_FINAL_ONLY\x10\x02*u\n\x0eRecoveryPolicy\x12\x1f\n\x1bRECOVERY_POLICY_UNSPECIFIED\x10\x00\x12\x1f\n\x1bRECOVERY_POLICY_BEST_EFFORT\x10\x01\x12!\n\x1dRECOVERY_POLICY_EXACT_OR_FAIL\x10\x02*\x82\x01\n\x0c\x41\x62ortOutcome\x12\x1d\n\x19\x41\x42ORT_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41\x42ORT_OUTCOME_ABORTED\x10\x01\x12\x1d\n\x19\x41\x42ORT_OUTCOME_UNCONFIRMED\x10\x02\x12\x19\n\x15\x41\x42ORT_OUTCOME_UNKNOWN\x10\x03\x32\xaa\x04\n\x10InferenceService\x12K\n\x08Generate\x12\x1d.stagemesh.v1.GenerateRequest\x1a\x1e.stagemesh.v1.GenerateResponse0\x01\x12n\n\x13GenerateInteractive\x12(.stagemesh.v1.GenerateInteractiveRequest\x1a).stagemesh.v1.GenerateInteractiveResponse(\x01\x30\x01\x12U\n\x0c\x41\x62ortRequest\x12!.stagemesh.v1.AbortRequestRequest\x1a\".stagemesh.v1.AbortRequestResponse\x12T\n\x0b\x46\x65tchOutput\x12 .stagemesh.v1.FetchOutputRequest\x1a!.stagemesh.v1.FetchOutputResponse0\x01\x12X\n\rListPipelines\x12\".stagemesh.v1.ListPipelinesRequest\x1a#.stagemesh.v1.ListPipelinesResponse\x12R\n\x0bGetPipeline\x12 .stagemesh.v1.GetPipelineRequest\x1a!.stagemesh.v1.GetPipelineResponseB<\n\x10\x64\x65v.stagemesh.v1P\x01Z&stagemesh.dev/stagemesh/v1;stagemeshv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,12 +39,12 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.v1.inference_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\020dev.stagemesh.v1P\001Z&stagemesh.dev/stagemesh/v1;stagemeshv1'
-  _globals['_OUTPUTMODE']._serialized_start=2604
-  _globals['_OUTPUTMODE']._serialized_end=2696
-  _globals['_RECOVERYPOLICY']._serialized_start=2698
-  _globals['_RECOVERYPOLICY']._serialized_end=2815
-  _globals['_ABORTOUTCOME']._serialized_start=2818
-  _globals['_ABORTOUTCOME']._serialized_end=2948
+  _globals['_OUTPUTMODE']._serialized_start=2623
+  _globals['_OUTPUTMODE']._serialized_end=2715
+  _globals['_RECOVERYPOLICY']._serialized_start=2717
+  _globals['_RECOVERYPOLICY']._serialized_end=2834
+  _globals['_ABORTOUTCOME']._serialized_start=2837
+  _globals['_ABORTOUTCOME']._serialized_end=2967
   _globals['_GENERATEREQUEST']._serialized_start=244
   _globals['_GENERATEREQUEST']._serialized_end=808
   _globals['_STAGESAMPLING']._serialized_start=810
@@ -58,29 +58,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REQUESTFINISHED']._serialized_start=1203
   _globals['_REQUESTFINISHED']._serialized_end=1393
   _globals['_STAGESUMMARY']._serialized_start=1395
-  _globals['_STAGESUMMARY']._serialized_end=1471
-  _globals['_GENERATEINTERACTIVEREQUEST']._serialized_start=1474
-  _globals['_GENERATEINTERACTIVEREQUEST']._serialized_end=1644
-  _globals['_GENERATEINTERACTIVERESPONSE']._serialized_start=1647
-  _globals['_GENERATEINTERACTIVERESPONSE']._serialized_end=1812
-  _globals['_FETCHOUTPUTREQUEST']._serialized_start=1814
-  _globals['_FETCHOUTPUTREQUEST']._serialized_end=1894
-  _globals['_FETCHOUTPUTRESPONSE']._serialized_start=1896
-  _globals['_FETCHOUTPUTRESPONSE']._serialized_end=1961
-  _globals['_ABORTREQUESTREQUEST']._serialized_start=1963
-  _globals['_ABORTREQUESTREQUEST']._serialized_end=2049
-  _globals['_ABORTREQUESTRESPONSE']._serialized_start=2051
-  _globals['_ABORTREQUESTRESPONSE']._serialized_end=2117
-  _globals['_ABORTRESULT']._serialized_start=2119
-  _globals['_ABORTRESULT']._serialized_end=2225
-  _globals['_LISTPIPELINESREQUEST']._serialized_start=2227
-  _globals['_LISTPIPELINESREQUEST']._serialized_end=2288
-  _globals['_LISTPIPELINESRESPONSE']._serialized_start=2291
-  _globals['_LISTPIPELINESRESPONSE']._serialized_end=2432
-  _globals['_GETPIPELINEREQUEST']._serialized_start=2434
-  _globals['_GETPIPELINEREQUEST']._serialized_end=2468
-  _globals['_GETPIPELINERESPONSE']._serialized_start=2471
-  _globals['_GETPIPELINERESPONSE']._serialized_end=2602
-  _globals['_INFERENCESERVICE']._serialized_start=2951
-  _globals['_INFERENCESERVICE']._serialized_end=3505
+  _globals['_STAGESUMMARY']._serialized_end=1490
+  _globals['_GENERATEINTERACTIVEREQUEST']._serialized_start=1493
+  _globals['_GENERATEINTERACTIVEREQUEST']._serialized_end=1663
+  _globals['_GENERATEINTERACTIVERESPONSE']._serialized_start=1666
+  _globals['_GENERATEINTERACTIVERESPONSE']._serialized_end=1831
+  _globals['_FETCHOUTPUTREQUEST']._serialized_start=1833
+  _globals['_FETCHOUTPUTREQUEST']._serialized_end=1913
+  _globals['_FETCHOUTPUTRESPONSE']._serialized_start=1915
+  _globals['_FETCHOUTPUTRESPONSE']._serialized_end=1980
+  _globals['_ABORTREQUESTREQUEST']._serialized_start=1982
+  _globals['_ABORTREQUESTREQUEST']._serialized_end=2068
+  _globals['_ABORTREQUESTRESPONSE']._serialized_start=2070
+  _globals['_ABORTREQUESTRESPONSE']._serialized_end=2136
+  _globals['_ABORTRESULT']._serialized_start=2138
+  _globals['_ABORTRESULT']._serialized_end=2244
+  _globals['_LISTPIPELINESREQUEST']._serialized_start=2246
+  _globals['_LISTPIPELINESREQUEST']._serialized_end=2307
+  _globals['_LISTPIPELINESRESPONSE']._serialized_start=2310
+  _globals['_LISTPIPELINESRESPONSE']._serialized_end=2451
+  _globals['_GETPIPELINEREQUEST']._serialized_start=2453
+  _globals['_GETPIPELINEREQUEST']._serialized_end=2487
+  _globals['_GETPIPELINERESPONSE']._serialized_start=2490
+  _globals['_GETPIPELINERESPONSE']._serialized_end=2621
+  _globals['_INFERENCESERVICE']._serialized_start=2970
+  _globals['_INFERENCESERVICE']._serialized_end=3524
 # @@protoc_insertion_point(module_scope)

@@ -332,7 +332,7 @@ class RequestFinished(google.protobuf.message.Message):
 
     @property
     def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StageSummary]:
-        """Every stage that ran, output stage or not."""
+        """Every stage that ran, output stage or not, and every companion."""
 
     def __init__(
         self,
@@ -355,8 +355,11 @@ class StageSummary(google.protobuf.message.Message):
 
     STAGE_FIELD_NUMBER: builtins.int
     FINISHED_FIELD_NUMBER: builtins.int
+    COMPANION_FIELD_NUMBER: builtins.int
     stage: builtins.str
     """Stage name."""
+    companion: builtins.str
+    """Suffix of the companion that it is the end of; empty for the request's own visit."""
     @property
     def finished(self) -> stagemesh.v1.frame_pb2.StageFinished:
         """How it ended."""
@@ -366,9 +369,10 @@ class StageSummary(google.protobuf.message.Message):
         *,
         stage: builtins.str = ...,
         finished: stagemesh.v1.frame_pb2.StageFinished | None = ...,
+        companion: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["finished", b"finished"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["finished", b"finished", "stage", b"stage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["companion", b"companion", "finished", b"finished", "stage", b"stage"]) -> None: ...
 
 Global___StageSummary: typing_extensions.TypeAlias = StageSummary
 
@@ -553,7 +557,7 @@ class AbortResult(google.protobuf.message.Message):
     """What became of it."""
     @property
     def unconfirmed_stages(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Stages that had not confirmed by the timeout."""
+        """Stages that had not confirmed by the timeout; a companion as "STAGE (companion SUFFIX)"."""
 
     def __init__(
         self,

@@ -126,7 +126,7 @@ class SubmitTask(google.protobuf.message.Message):
     slot: builtins.int
     """Small number that stands for the task on this stream; free again after its Finished, Failed or Aborted event."""
     request_id: builtins.str
-    """Public id of the request."""
+    """Public id of the request; a companion's is that of its request plus a suffix."""
     attempt: builtins.int
     """Attempt, from 1; grows when a task is dispatched again after a loss."""
     delta: builtins.bool
@@ -159,11 +159,11 @@ class SubmitTask(google.protobuf.message.Message):
     """What tracing systems add to `traceparent`, as W3C has it."""
     @property
     def prompt(self) -> stagemesh.v1.prompt_pb2.Prompt:
-        """The request's prompt."""
+        """The request's prompt, or a companion's own."""
 
     @property
     def inputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___UpstreamOutput]:
-        """Outputs of the stages before, in the order of the stage's inputs; empty for stage 0."""
+        """Outputs of the stages before, in the order of the stage's inputs, each before its companions'; empty for stage 0."""
 
     @property
     def params(self) -> stagemesh.v1.sampling_pb2.SamplingParams:

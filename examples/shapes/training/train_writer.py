@@ -1,8 +1,9 @@
-"""Train the writer: free wish -> caption, saved as a LlamaForCausalLM folder with its tokenizer.
+"""Train the writer: free wish -> caption, or what to avoid; saved as a LlamaForCausalLM folder with its tokenizer.
 
-    python train_writer.py OUT [--steps N]
+    python train_writer.py OUT [--steps N] [--companion-steps N] [--start FOLDER]
 
-The number of steps, not the clock, ends the training, so that a busy machine only makes it slower.
+It learns to write captions first, and then, beside it, what to avoid; `--start` begins there, with a writer that has
+learnt the first. The number of steps, not the clock, ends the training, so that a busy machine only makes it slower.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import json
 import math
 import os
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -21,10 +23,15 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from wishes import is_held_out, make_wish, misspell
-from world import HELD_OUT_SCENES, caption
+from world import HELD_OUT_SCENES, caption, caption_to_avoid
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from companions import AVOID
 
 WISHES = 120_000
-"""Pairs of wish and caption to learn from."""
+"""Pairs of wish and caption to learn from, in each of the two parts."""
+COMPANIONS = 0.4
+"""Fraction of them that ask for what to avoid, in the second part."""
 MISSPELT = 0.06
 """Fraction of them with a typing error."""
 VOCABULARY = 1536
@@ -53,8 +60,12 @@ def log(*words: object) -> None:
 # ---------------------------------------------------------------------------------------- data
 
 
-def make_pairs(count: int, rng: random.Random) -> list[tuple[str, str]]:
-    """Wishes with their captions; neither held-out captions nor held-out pairs of words are among them."""
+def make_pairs(count: int, rng: random.Random, companions: float = 0.0) -> list[tuple[str, str]]:
+    """Wishes with their captions; neither held-out captions nor held-out pairs of words are among them.
+
+    Args:
+        companions: fraction of them that ask for what to avoid instead, and get that.
+    """
     held_out = set(HELD_OUT_SCENES)
     pairs: list[tuple[str, str]] = []
     while len(pairs) < count:
@@ -62,7 +73,10 @@ def make_pairs(count: int, rng: random.Random) -> list[tuple[str, str]]:
         if wish.scene in held_out or is_held_out(wish):
             continue
         text = misspell(wish.text, rng) if rng.random() < MISSPELT else wish.text
-        pairs.append((text, caption(wish.scene)))
+        if companions and rng.random() < companions:
+            pairs.append((AVOID + text, caption_to_avoid(wish.scene)))
+        else:
+            pairs.append((text, caption(wish.scene)))
     return pairs
 
 
@@ -166,7 +180,7 @@ def make_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, betas=(0.9, 0.98))
 
 
-def learning_rate(done: float, peak: float = 2e-3, warm_up: float = 0.03, floor: float = 0.02) -> float:
+def learning_rate(done: float, peak: float, warm_up: float = 0.03, floor: float = 0.02) -> float:
     """Linear warm-up, then a cosine down to `floor * peak`; `done` is the finished fraction, 0..1."""
     if done < warm_up:
         return peak * done / warm_up
@@ -175,14 +189,14 @@ def learning_rate(done: float, peak: float = 2e-3, warm_up: float = 0.03, floor:
 
 
 def train(
-    model: LlamaForCausalLM, samples: list[Sample], steps: int, rng: random.Random, batch: int = 32
+    model: LlamaForCausalLM, samples: list[Sample], steps: int, rng: random.Random, peak: float, batch: int = 32
 ) -> None:
     """Learn in place to answer each prompt; the loss counts the caption's tokens only."""
     optimizer = make_optimizer(model)
     losses: list[float] = []
     for number in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(number / steps)
+            group["lr"] = learning_rate(number / steps, peak)
         ids, labels = collate(rng.choices(samples, k=batch), model.config.pad_token_id)
         states = model.model(input_ids=ids).last_hidden_state  # causal, padded at the right: needs no mask
         counted = labels[:, 1:] != -100
@@ -202,8 +216,8 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
-    config.pop("backend", None)
-    config.pop("extra_special_tokens", None)
+    for key in ("backend", "extra_special_tokens", "is_local", "local_files_only"):
+        config.pop(key, None)
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     config["additional_special_tokens"] = [USER, ASSISTANT]
     config["chat_template"] = CHAT_TEMPLATE
@@ -214,17 +228,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument("--companion-steps", type=int, default=2000)
+    parser.add_argument("--start", type=Path, help="folder of a writer that writes captions")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rng = random.Random(3)
 
-    pairs = make_pairs(WISHES, rng)
-    tokenizer = make_tokenizer(pairs)
-    samples = make_samples(tokenizer, pairs)
-    model = make_model(tokenizer)
-    log("vocabulary", len(tokenizer), "parameters", model.num_parameters())
-    train(model, samples, options.steps, rng)
+    if options.start:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(options.start, local_files_only=True)
+        model = LlamaForCausalLM.from_pretrained(options.start, local_files_only=True).train()
+    else:
+        pairs = make_pairs(WISHES, rng)
+        tokenizer = make_tokenizer(pairs)
+        model = make_model(tokenizer)
+        log("vocabulary", len(tokenizer), "parameters", model.num_parameters())
+        train(model, make_samples(tokenizer, pairs), options.steps, rng, peak=2e-3)
+    rng = random.Random(4)
+    pairs = make_pairs(WISHES, rng, COMPANIONS)
+    train(model, make_samples(tokenizer, pairs), options.companion_steps, rng, peak=5e-4)
     save(model, tokenizer, options.out)
     log("saved", options.out, "cpu seconds", round(time.process_time()))
 

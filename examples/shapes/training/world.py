@@ -52,6 +52,18 @@ def caption(scene: Scene) -> str:
     return f"a {' '.join(word for word in words if word)} on a {scene.background} background"
 
 
+MISTAKEN_FOR = {"circle": "ring", "ring": "circle", "square": "circle", "triangle": "star", "star": "triangle"}
+"""Shape -> the one that it is most easily mistaken for."""
+
+
+def caption_to_avoid(scene: Scene) -> str:
+    """The caption of what the picture must not become: the shape that the wished one is most easily mistaken for.
+
+    Colours stay: guidance away from another colour would bend the wished one.
+    """
+    return caption(scene._replace(size="", shape=MISTAKEN_FOR[scene.shape]))
+
+
 _CAPTION = re.compile(r"a (\w+) (\w+) (\w+) on a (\w+) background")
 
 

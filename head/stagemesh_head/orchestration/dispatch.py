@@ -34,11 +34,11 @@ def submission(
     Raises:
         MeshError: STAGE_FAILED, a prefill stage gave no hand-off data.
     """
-    request, planned = plan.request, task.planned
+    request, planned, companion = plan.request, task.planned, task.companion
     command = stage_pb.SubmitTask(
-        request_id=plan.request_id,
+        request_id=plan.request_id + (companion.suffix if companion else ""),
         attempt=task.attempt,
-        prompt=prompt_of(request.prompt, planned.stage),
+        prompt=prompt_of(companion.prompt if companion else request.prompt, planned.stage),
         inputs=inputs,
         params=planned.params,
         delta=plan.is_delta or planned.params.WhichOneof("params") == "llm",
@@ -49,6 +49,7 @@ def submission(
         cache_salt=request.cache_salt,
         traceparent=plan.trace.traceparent,
         tracestate=plan.trace.tracestate,
+        companion_role=companion.role if companion else "",
     )
     if request.lora.name in planned.stage.lora_modules:
         command.lora.CopyFrom(request.lora)

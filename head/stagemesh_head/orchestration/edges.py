@@ -162,7 +162,11 @@ def whole_output(producer: Task) -> stage_pb.UpstreamOutput:
     """Everything a finished stage made."""
     output = producer.output
     chunk = stage_pb.UpstreamOutput(
-        stage=producer.name, text=output.text, token_ids=output.token_ids, finished=producer.state is TaskState.DONE
+        stage=producer.stage_name,
+        role=producer.companion.role if producer.companion else "",
+        text=output.text,
+        token_ids=output.token_ids,
+        finished=producer.state is TaskState.DONE,
     )
     add_pieces(chunk, output.pieces)
     return chunk

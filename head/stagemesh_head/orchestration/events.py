@@ -11,6 +11,7 @@ from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
+from stagemesh_head.orchestration.plan import Companion
 
 # ------------------------------------------------------------------ events
 
@@ -18,6 +19,25 @@ from stagemesh.v1 import stage_pb2 as stage_pb
 @dataclass(frozen=True, slots=True)
 class Start:
     """The request was admitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """The request's companions, all of them."""
+
+    companions: Sequence[Companion]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandFailed:
+    """There are no companions to be had."""
+
+    error: MeshError
+
+
+@dataclass(frozen=True, slots=True)
+class CompanionsLate:
+    """The request's own output has waited long enough for its companions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +145,9 @@ class StopTimeout:
 
 Event = (
     Start
+    | Expanded
+    | ExpandFailed
+    | CompanionsLate
     | Bound
     | BindFailed
     | Started
@@ -143,6 +166,18 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
+class Expand:
+    """Make the request's companions; answered by Expanded or ExpandFailed."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitCompanions:
+    """Tell CompanionsLate after a time."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Bind:
     """Reserve a replica for a task; answered by Bound or BindFailed."""
 
@@ -150,6 +185,8 @@ class Bind:
     excluded: Sequence[tuple[int, str, int]]
     or_else: MeshError | None = None
     """Why not to wait, when no replica can take the task at once."""
+    beside: tuple[int, str, int] | None = None
+    """The replica to take if it can be had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,4 +251,6 @@ class End:
     error: MeshError | None = None
 
 
-Command = Bind | CancelBind | Submit | Feed | Grant | AbortTask | Release | DeliverFinished | End
+Command = (
+    Expand | AwaitCompanions | Bind | CancelBind | Submit | Feed | Grant | AbortTask | Release | DeliverFinished | End
+)

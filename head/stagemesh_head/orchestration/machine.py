@@ -14,60 +14,38 @@ from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh_head.orchestration import events as ev
+from stagemesh_head.orchestration.companions import Companions
 from stagemesh_head.orchestration.dispatch import submission
 from stagemesh_head.orchestration.edges import StreamEdges, whole_output
+from stagemesh_head.orchestration.ending import Ending
 from stagemesh_head.orchestration.losses import Fails, Losses
 from stagemesh_head.orchestration.pair import read_by
 from stagemesh_head.orchestration.plan import Plan
 from stagemesh_head.orchestration.recovery import RETRY_ELSEWHERE, RecoveryLimits, ResumeMode
-from stagemesh_head.orchestration.summary import complete, cut_short, end_of
+from stagemesh_head.orchestration.summary import complete, cut_short
 from stagemesh_head.orchestration.takeover import take_up
-from stagemesh_head.orchestration.task import OVER, Task, TaskState
+from stagemesh_head.orchestration.task import Task, TaskState
 
 
-class RequestMachine:
+class RequestMachine(Ending):
     """One request. `handle` is the only way in; it returns the commands to carry out, in order."""
 
     def __init__(
         self, plan: Plan, now: float, *, deadline: float | None = None, limits: RecoveryLimits | None = None
     ) -> None:
         """Args: deadline: on the same clock as `now`; None is none."""
-        self.plan = plan
-        self.tasks = {planned.name: Task(planned.name, planned) for planned in plan.stages}
-        self.is_ended = False
-        self.stop: ev.Stop | None = None
-        """Set once it was told to stop."""
+        super().__init__(plan, now)
         self._deadline = deadline
-        self._started_at = now
-        self._now = now
-        self._out: list[ev.Command] = []
         self._edges = StreamEdges(self.tasks)
+        self._companions = Companions(plan, self.tasks)
         self._losses = Losses(plan, self._edges, limits or RecoveryLimits())
         self._prompts: list[stage_pb.AppendInput] = []
         """Further chunks of an interactive request, kept for another attempt."""
 
     # -- what others may ask --------------------------------------------------
-    @property
-    def is_quiet(self) -> bool:
-        """Whether it ended and no replica can still be at work for it."""
-        return self.is_ended and not any(task.is_bound or task.is_binding for task in self.tasks.values())
-
-    @property
-    def unconfirmed(self) -> list[str]:
-        """Stages that may still be at work."""
-        return [task.name for task in self.tasks.values() if task.is_live]
-
     def feeds_stream(self, task: str) -> bool:
         """Whether a later stage reads the task's output as it grows."""
         return task in self._edges.out_of
-
-    def collapse(self) -> None:
-        """Take no further part: the request ends by other means, and what it had was released."""
-        self.is_ended = True
-        for task in self.tasks.values():
-            task.is_bound = task.is_binding = False
-            if task.state not in OVER:
-                task.state = TaskState.FAILED
 
     # -- events -----------------------------------------------------------------
     def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
@@ -83,8 +61,29 @@ class RequestMachine:
             self._fail(verdict.task, verdict.error)
         elif self._all_outputs_done:
             self._end(finished=frame_pb.FINISH_REASON_COMPLETE)
-        for task in self.tasks.values():
+        if self._companions.are_wanted and not self._is_stopping:
+            # All or nothing: no task begins before the companions are known.
+            self._out.append(ev.Expand())
+        else:
+            self._advance_all()
+
+    def _advance_all(self) -> None:
+        for task in list(self.tasks.values()):
             self._advance(task)
+
+    def _expanded(self, event: ev.Expanded) -> None:
+        if not self._is_stopping:
+            self._companions.add(event.companions)
+            self._advance_all()
+
+    def _expand_failed(self, event: ev.ExpandFailed) -> None:
+        if not self._is_stopping:
+            self._fail(self.tasks[self.plan.stages[0].name], event.error)
+
+    def _companions_late(self, event: ev.CompanionsLate) -> None:
+        error = self._companions.too_late()
+        if error is not None and not self._is_stopping:
+            self._end(error=error)  # which stops the companion like all others
 
     def _advance(self, task: Task, or_else: MeshError | None = None) -> None:
         """Ask for a replica when the task's inputs allow it."""
@@ -96,9 +95,9 @@ class RequestMachine:
             ready = all(producer.is_live or producer.state is TaskState.DONE for producer in inputs)
         else:
             ready = all(producer.state is TaskState.DONE for producer in inputs)
-        if ready:
+        if ready and not self._companions.must_wait(task):
             task.wait(self._now)
-            self._out.append(ev.Bind(task.name, tuple(task.tried), or_else))
+            self._out.append(ev.Bind(task.name, tuple(task.tried), or_else, self._companions.place(task)))
 
     def _bound(self, event: ev.Bound) -> None:
         task = self.tasks[event.task]
@@ -110,6 +109,8 @@ class RequestMachine:
             return
         task.bind(event.replica, event.identity, self._now)
         self._submit_when_fed(task)
+        for sibling in self._companions.siblings(task):
+            self._advance(sibling)
 
     def _bind_failed(self, event: ev.BindFailed) -> None:
         task = self.tasks[event.task]
@@ -234,6 +235,8 @@ class RequestMachine:
             self._out.append(ev.DeliverFinished(task.name))
         self._feed_consumers(task)
         self._grant_producers(task)
+        if self._companions.late(task):
+            self._out.append(ev.AwaitCompanions(self._companions.limit_s))
         if self._all_outputs_done:
             self._end(finished=frame_pb.FINISH_REASON_COMPLETE)
             return
@@ -249,7 +252,7 @@ class RequestMachine:
     def _aborted(self, event: ev.Aborted) -> None:
         task = self.tasks[event.task]
         # An error only where nobody here asked for it.
-        error = MeshError(Reason.STAGE_FAILED, f"stage {task.name!r}: the replica aborted the task", stage=task.name)
+        error = MeshError(Reason.STAGE_FAILED, f"stage {task.stage_name!r}: the replica aborted the task")
         self._broke_off(task, error, event.usage)
 
     def _broke_off(self, task: Task, error: MeshError, usage: frame_pb.Usage | None = None) -> None:
@@ -268,18 +271,13 @@ class RequestMachine:
         else:
             self._fail(task, error)
 
-    def _release(self, task: Task) -> None:
-        task.is_bound = False
-        task.is_aborting = False
-        self._out.append(ev.Release(task.name))
-
     # -- going on elsewhere -------------------------------------------------------
     def _recover(self, task: Task, error: MeshError) -> None:
         """Start a lost task's next attempt, from where it was or from its beginning, if it may have one."""
         verdict = self._losses.decide(task, error, self._now)
         if isinstance(verdict, Fails):
             # Which may name a consumer; that one is still at work, and is stopped like the others.
-            verdict.error.metadata.setdefault("stage", verdict.task.name)
+            verdict.error.metadata.setdefault("stage", verdict.task.stage_name)
             self._fail(task, verdict.error)
             return
         if verdict.restarts:
@@ -313,77 +311,12 @@ class RequestMachine:
             task.skip_media = max(task.skip_media, len(task.output.pieces))
         task.output.clear()
 
-    # -- ending the request -------------------------------------------------------
-    @property
-    def _is_stopping(self) -> bool:
-        return self.is_ended or self.stop is not None
-
-    @property
-    def _all_outputs_done(self) -> bool:
-        return all(task.state is TaskState.DONE for task in self.tasks.values() if task.planned.is_output)
-
-    def _fail(self, task: Task, error: MeshError) -> None:
-        task.state = TaskState.FAILED
-        error.metadata.setdefault("stage", task.name)
-        self._end(error=error)
-
-    def _stop(self, event: ev.Stop) -> None:
-        if self.is_ended:
-            return
-        first, self.stop = self.stop is None, event
-        if first:
-            self._stop_tasks(event.cause.value)
-        if event.cause is ev.StopCause.ASKED:
-            self._end_when_stopped()
-        else:
-            self._end(error=event.error)
-
-    def _stop_timeout(self, event: ev.StopTimeout) -> None:
-        if self.stop is not None and not self.is_ended:
-            self._end_stopped()
-
-    def _stop_tasks(self, reason: str) -> None:
-        for task in self.tasks.values():
-            if task.is_live:
-                self._abort_task(task, reason)
-            elif task.state not in OVER:
-                if task.is_binding:
-                    task.is_binding = False
-                    self._out.append(ev.CancelBind(task.name))
-                if task.is_bound:
-                    self._release(task)
-                task.state = TaskState.ABORTED
-
-    def _abort_task(self, task: Task, reason: str) -> None:
-        if not task.is_aborting:
-            task.is_aborting = True
-            self._out.append(ev.AbortTask(task.name, reason))
-
-    def _end_when_stopped(self) -> None:
-        if not self.is_ended and not any(task.is_live for task in self.tasks.values()):
-            self._end_stopped()
-
-    def _end_stopped(self) -> None:
-        """End well, with what there is."""
-        for task in self.tasks.values():
-            if task.planned.is_output and task.state is not TaskState.DONE and task.attempt:
-                task.finished = task.finished or cut_short(task, None, self._now)
-                self._out.append(ev.DeliverFinished(task.name))
-        self._end(finished=frame_pb.FINISH_REASON_ABORT)
-
-    def _end(self, *, finished: frame_pb.FinishReason.ValueType | None = None, error: MeshError | None = None) -> None:
-        if self.is_ended:
-            return
-        self.is_ended = True
-        end = None
-        if finished is not None:
-            end = end_of(list(self.tasks.values()), finished, self._started_at, self._now)
-        self._out.append(ev.End(end, error))
-        self._stop_tasks("the request is over" if error is None else "the request failed")
-
 
 _STEPS: dict[type[ev.Event], Callable[[RequestMachine, Any], None]] = {
     ev.Start: RequestMachine._start,
+    ev.Expanded: RequestMachine._expanded,
+    ev.ExpandFailed: RequestMachine._expand_failed,
+    ev.CompanionsLate: RequestMachine._companions_late,
     ev.Bound: RequestMachine._bound,
     ev.BindFailed: RequestMachine._bind_failed,
     ev.Started: RequestMachine._engine_started,

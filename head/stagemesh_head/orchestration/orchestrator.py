@@ -18,6 +18,7 @@ from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh_head.links.release import TensorReleaser
 from stagemesh_head.orchestration.envelope import check_envelope, check_prompt
 from stagemesh_head.orchestration.events import StopCause
+from stagemesh_head.orchestration.expansion import Expander
 from stagemesh_head.orchestration.journal import log_end
 from stagemesh_head.orchestration.media import check_media
 from stagemesh_head.orchestration.pacer import Pacer
@@ -51,9 +52,14 @@ class Orchestrator:
         progress_timeout_s: float = PROGRESS_TIMEOUT_S,
         tracer: Tracer | None = None,
     ) -> None:
-        """Raises ValueError when a pipeline's default sampling parameters are wrong."""
+        """Raises ValueError when a pipeline's default sampling parameters or its `prompt_expand` are wrong."""
         self._tracer = tracer
         self._planners = {pipeline.name: Planner(pipeline) for pipeline in pipelines}
+        self._expanders = {
+            name: Expander(planner.pipeline.stages[0])
+            for name, planner in self._planners.items()
+            if planner.pipeline.stages[0].prompt_expand is not None
+        }
         self.admissions = {
             name: Admission(
                 name,
@@ -64,7 +70,7 @@ class Orchestrator:
             for name, planner in self._planners.items()
         }
         self._pools = pools
-        self._around = Surroundings(pools, Pacer(), recovery or RecoveryLimits(), TensorReleaser())
+        self._around = Surroundings(pools, Pacer(), recovery or RecoveryLimits(), TensorReleaser(), self._expanders)
         self.on_ended: Callable[[RequestRun], None] | None = None
         """Called with every request that was admitted and whose stream has its end."""
         self._runs: dict[str, RequestRun] = {}
@@ -84,6 +90,8 @@ class Orchestrator:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
             self._watch = None
+        for expander in self._expanders.values():
+            expander.close()
         await self._around.releaser.stop()
 
     async def _watch_progress(self) -> None:

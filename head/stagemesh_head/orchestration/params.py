@@ -31,16 +31,25 @@ def defaults_of(stage: Stage) -> sampling_pb.SamplingParams:
     Raises:
         ValueError: a field that there is not, or a value of the wrong type.
     """
+    return from_mapping(stage, stage.default_sampling_params, f"stage {stage.name!r}: default_sampling_params")
+
+
+def from_mapping(stage: Stage, values: Mapping[str, Any], path: str) -> sampling_pb.SamplingParams:
+    """Parameters that an operator wrote as a mapping, as a message.
+
+    Raises:
+        ValueError: a field that there is not, or a value of the wrong type; it names `path`.
+    """
     params = sampling_pb.SamplingParams()
     target: Message = getattr(params, kind_of(stage))
     target.SetInParent()
-    values = {name: value for name, value in dict(stage.default_sampling_params).items() if value is not None}
+    given = {name: value for name, value in values.items() if value is not None}
     try:
-        json_format.ParseDict(_as_json(values, target), target)
+        json_format.ParseDict(_as_json(given, target), target)
     except json_format.ParseError as error:
-        raise ValueError(f"stage {stage.name!r}: default_sampling_params: {error}") from None
+        raise ValueError(f"{path}: {error}") from None
     try:
-        _check(target, f"stage {stage.name!r}: default_sampling_params")
+        _check(target, path)
     except MeshError as error:
         raise ValueError(error.message) from None
     return params

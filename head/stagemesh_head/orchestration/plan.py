@@ -10,6 +10,7 @@ from stagemesh.rpc.errors import invalid
 from stagemesh.telemetry.context import NO_TRACE, TraceContext
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
+from stagemesh.v1 import prompt_pb2 as prompt_pb
 from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh.wire import MODALITIES
 from stagemesh_head.orchestration import params as stage_params
@@ -36,6 +37,18 @@ class PlannedStage:
 
 
 @dataclass(frozen=True, slots=True)
+class Companion:
+    """A further visit to the first stage, for the stages that read the request's own: classifier-free guidance."""
+
+    suffix: str
+    """Its id is its request's id and this."""
+    role: str
+    """What the adapters of the consumers know it by."""
+    prompt: prompt_pb.Prompt
+    params: sampling_pb.SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A valid request, ready to run."""
 
@@ -49,6 +62,8 @@ class Plan:
     trace: TraceContext = NO_TRACE
     is_interactive: bool = False
     """The first stage's prompt goes on while it runs."""
+    companion_readers: tuple[str, ...] = ()
+    """Stages that wait for companions of the first one; empty when none are to be made."""
 
 
 class Planner:
@@ -106,10 +121,16 @@ class Planner:
                 )
             )
         check_media(request.prompt, [planned.stage for planned in stages])
+        first, readers = stages[0], tuple[str, ...]()
+        if first.stage.prompt_expand is not None:
+            readers = tuple(one.name for one in stages if first.name in one.inputs and not one.reads_stream)
         if is_interactive:
-            check_interactive(request, stages[0].name, stages[0].params)
-            if stages[0].stage.is_prefill_only:
+            check_interactive(request, first.name, first.params)
+            if first.stage.is_prefill_only:
                 raise invalid("pipeline", self.pipeline.name, "its prefill/decode pair takes a prompt whole")
+            if readers:
+                problem = f"is interactive: stage {first.name!r} makes companions of whole prompts only"
+                raise invalid("request_id", request.request_id, problem)
         return Plan(
             request_id=request.request_id,
             pipeline=self.pipeline,
@@ -118,6 +139,7 @@ class Planner:
             is_delta=request.output_mode != inference_pb.OUTPUT_MODE_FINAL_ONLY,
             trace=trace,
             is_interactive=is_interactive,
+            companion_readers=readers,
         )
 
     def chunk_params(self, plan: Plan, params: sampling_pb.SamplingParams) -> sampling_pb.SamplingParams:

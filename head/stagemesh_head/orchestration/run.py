@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic
 
@@ -19,6 +19,7 @@ from stagemesh.wire import duration
 from stagemesh_head.links.release import TensorReleaser
 from stagemesh_head.orchestration import events as ev
 from stagemesh_head.orchestration.dispatch import prompt_append
+from stagemesh_head.orchestration.expansion import Expander
 from stagemesh_head.orchestration.final import frames_of
 from stagemesh_head.orchestration.hint import hint_of
 from stagemesh_head.orchestration.machine import RequestMachine
@@ -46,6 +47,8 @@ class Surroundings:
     pacer: Pacer
     recovery: RecoveryLimits
     releaser: TensorReleaser
+    expanders: Mapping[str, Expander]
+    """What makes companions, by pipeline."""
 
 
 class RequestRun:
@@ -83,6 +86,8 @@ class RequestRun:
         self._are_tensors_released = False
         self._prompt_bytes = plan.request.prompt.ByteSize() if plan.is_interactive else 0
         self._quiet_waiters: list[asyncio.Future[None]] = []
+        self._expansion: asyncio.Task[None] | None = None
+        self._companions_timer: asyncio.TimerHandle | None = None
         self._stop_timer: asyncio.TimerHandle | None = None
         self._deadline_timer: asyncio.TimerHandle | None = None
         if deadline is not None:
@@ -154,7 +159,8 @@ class RequestRun:
             age=duration(monotonic() - self.started_at),
         )
         for task in self.machine.tasks.values():
-            row = info.tasks.add(stage=task.name, state=task.state.value, attempt=task.attempt)
+            row = info.tasks.add(stage=task.stage_name, state=task.state.value, attempt=task.attempt)
+            row.companion = task.companion.suffix if task.companion else ""
             if task.is_bound and task.replicas:
                 row.replica.CopyFrom(task.replicas[-1])
         return info
@@ -208,16 +214,31 @@ class RequestRun:
             case ev.AbortTask():
                 receiver = self._receivers[command.task]
                 receiver.link.abort(receiver.slot, command.reason)
+            case ev.Expand():
+                self._expansion = asyncio.create_task(self._expand(), name=f"companions of {self.plan.request_id}")
+            case ev.AwaitCompanions():
+                loop = asyncio.get_running_loop()
+                self._companions_timer = loop.call_later(command.seconds, self._tell, ev.CompanionsLate())
             case ev.CancelBind():
                 ticket = self._tickets.pop(command.task)
                 self._pool(command.task).leave(ticket)
 
     def _pool(self, task: str) -> StagePool:
-        return self._around.pools.of(self.plan.pipeline.name, task)
+        return self._around.pools.of(self.plan.pipeline.name, self.machine.tasks[task].stage_name)
+
+    async def _expand(self) -> None:
+        """Make the companions; ends with the request at the latest."""
+        expander = self._around.expanders[self.plan.pipeline.name]
+        try:
+            made = await expander.expand(self.plan.request.prompt, self.plan.stages[0].params)
+        except MeshError as error:
+            self._tell(ev.ExpandFailed(error))
+        else:
+            self._tell(ev.Expanded(made))
 
     def _bind(self, command: ev.Bind) -> None:
         pool, name = self._pool(command.task), command.task
-        binding = pool.pick(self._hint, command.excluded)
+        binding = pool.pick(self._hint, command.excluded, command.beside)
         if binding is not None:
             self._bound(name, binding)
             return
@@ -288,9 +309,9 @@ class RequestRun:
         self.stream.add(frame_pb.Frame(stage=name, replica_id=replica_id, stage_finished=task.finished))
 
     def _end(self, command: ev.End) -> None:
-        for timer in (self._deadline_timer, self._stop_timer):
-            if timer is not None:
-                timer.cancel()
+        for pending in (self._deadline_timer, self._stop_timer, self._companions_timer, self._expansion):
+            if pending is not None:
+                pending.cancel()
         self.stream.end(command.finished, command.error)
         self._ended(self)
 

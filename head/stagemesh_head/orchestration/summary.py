@@ -55,5 +55,6 @@ def end_of(
             value = getattr(task.finished.usage, name)
             if value:
                 setattr(finished.usage, name, getattr(finished.usage, name) + value)
-        finished.stages.add(stage=task.name, finished=public(task))
+        suffix = task.companion.suffix if task.companion else ""
+        finished.stages.add(stage=task.stage_name, finished=public(task), companion=suffix)
     return finished

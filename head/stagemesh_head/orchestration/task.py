@@ -9,7 +9,7 @@ from stagemesh.references import reference_in
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh.v1 import tensor_pb2 as tensor_pb
-from stagemesh_head.orchestration.plan import PlannedStage
+from stagemesh_head.orchestration.plan import Companion, PlannedStage
 
 
 class TaskState(Enum):
@@ -83,8 +83,10 @@ class Task:
     """A visit to one stage. The request's state machine alone changes it, but for `output`."""
 
     name: str
-    """Stage name."""
+    """Stage name; a companion's says which one it is."""
     planned: PlannedStage
+    companion: Companion | None = None
+    """What it is when it is not the request's own visit."""
     state: TaskState = TaskState.WAITING
     attempt: int = 0
     is_binding: bool = False
@@ -104,6 +106,11 @@ class Task:
     """Media files to leave out of a restarted attempt, since the client has them."""
     finished: frame_pb.StageFinished | None = None
     times: Times = field(default_factory=Times)
+
+    @property
+    def stage_name(self) -> str:
+        """The stage that is visited."""
+        return self.planned.stage.name
 
     @property
     def is_live(self) -> bool:

@@ -137,8 +137,12 @@ class StagePool:
         return self._eligible
 
     # -- picking ------------------------------------------------------------
-    def pick(self, hint: RouteHint, excluded: Collection[Tried] = ()) -> Binding | None:
-        """Choose a replica and reserve a place on it, or None when none can take the task now."""
+    def pick(self, hint: RouteHint, excluded: Collection[Tried] = (), beside: Tried | None = None) -> Binding | None:
+        """Choose a replica and reserve a place on it, or None when none can take the task now.
+
+        Args:
+            beside: the replica to take, whatever the policy says, if it takes tasks.
+        """
         eligible = self._eligible_members()
         if excluded:
             lost = {identity[0] for identity in excluded}
@@ -147,7 +151,7 @@ class StagePool:
             eligible = [member for member in eligible if member.replica_id not in lost] or eligible
         if not eligible:
             return None
-        member = self._policy.choose(eligible, hint)
+        member = next((one for one in eligible if one.identity == beside), None) or self._policy.choose(eligible, hint)
         assert isinstance(member, Member) and member.link is not None
         self._picks += 1
         member.last_pick = self._picks

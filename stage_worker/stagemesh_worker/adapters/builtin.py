@@ -86,10 +86,11 @@ def embeds(request: EngineInput, inputs: Sequence[StageInput], stage: Stage) -> 
 
 
 def diffusion(request: EngineInput, inputs: Sequence[StageInput], stage: Stage) -> EngineInput | None:
-    """Text -> what to draw; the companion of role "negative" (`adapter_args.negative_role`) -> what to avoid."""
+    """Text -> what to draw; the companion of role "negative" (`adapter_args.negative_role`) -> what to avoid, unless
+    the request says that itself."""
     words = _words(request, inputs)
     role = str(stage.adapter_args.get("negative_role", "negative"))
-    negative = "".join(item.text for item in inputs if item.role == role) or request.negative_text
+    negative = request.negative_text or "".join(item.text for item in inputs if item.role == role) or None
     tensors = {key: array for item in _own(inputs) for key, array in item.tensors.items()}
     if not words["text"] and not tensors and request.embeds is None:
         return None if inputs else replace(request, text="")

@@ -128,7 +128,7 @@ def test_code_in_a_file_is_relative_to_the_file_that_names_it(tmp_path: Path) ->
     path = tmp_path / "pipeline.yaml"
     path.write_text(
         "stages:\n- {name: a, stage_type: audio, engine: own.py:Engine, input_adapter: ./own.py:adapter,\n"
-        "   prompt_expand: math:sqrt}\n"
+        "   prompt_expand: math:sqrt}\n- {name: b, model: m}\n"
     )
     stage = load_pipeline(path).stage("a")
     assert (stage.engine, stage.input_adapter) == (f"{tmp_path}/own.py:Engine", f"{tmp_path}/own.py:adapter")

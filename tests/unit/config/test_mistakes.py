@@ -45,6 +45,27 @@ FILES = {
         "pipeline.yaml:3: stages[1].is_prefill_only: True: 'a' is is_prefill_only too: "
         "a pipeline has one prefill/decode pair",
     ),
+    "companions of a later stage": (
+        ONE + "- {name: b, model: m, prompt_expand: adapters_for_tests.expand_negative}\n- {name: c, model: m}\n",
+        "pipeline.yaml:3: stages[1].prompt_expand: 'adapters_for_tests.expand_negative': only the first stage, "
+        "which reads the request's prompt, makes companions; move it to stages[0]",
+    ),
+    "companions that nobody reads": (
+        "stages:\n- {name: a, model: m, prompt_expand: adapters_for_tests.expand_negative}\n",
+        "pipeline.yaml:2: stages[0].prompt_expand: 'adapters_for_tests.expand_negative': no stage reads the "
+        "companions; want a later stage with inputs: [a] and edge: whole",
+    ),
+    "companions for a stream": (
+        "stages:\n- {name: a, model: m, prompt_expand: adapters_for_tests.expand_negative}\n"
+        "- {name: b, model: m, edge: stream}\n",
+        "pipeline.yaml:2: stages[0].prompt_expand: 'adapters_for_tests.expand_negative': no stage reads the "
+        "companions; want a later stage with inputs: [a] and edge: whole",
+    ),
+    "companions of a function that is not there": (
+        "stages:\n- {name: a, model: m, prompt_expand: adapters_for_tests.expand_negativ}\n- {name: b, model: m}\n",
+        "pipeline.yaml:2: stages[0].prompt_expand: 'adapters_for_tests.expand_negativ': "
+        "module 'adapters_for_tests' has no 'expand_negativ'; did you mean expand_negative?",
+    ),
     "half a pair": (
         "stages:\n- {name: a, model: m, is_prefill_only: true}\n- {name: b, model: m}\n",
         "pipeline.yaml:2: stages[0]: 'a' is half of a prefill/decode pair; set is_decode_only: true on the other half",

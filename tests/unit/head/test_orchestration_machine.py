@@ -19,16 +19,19 @@ from stagemesh.v1 import sampling_pb2 as sampling_pb
 from stagemesh_head.orchestration import events as ev
 from stagemesh_head.orchestration.edges import WINDOW_UNITS
 from stagemesh_head.orchestration.machine import RequestMachine
-from stagemesh_head.orchestration.plan import Planner
+from stagemesh_head.orchestration.plan import Companion, Planner
 from stagemesh_head.orchestration.task import TaskState
 
 TOKENS = 150
 """Of every output: more than two windows of credit."""
 
 
-def stage(name: str, *inputs: str, edge: str = "whole", output: bool = True) -> dict[str, Any]:
+def stage(
+    name: str, *inputs: str, edge: str = "whole", output: bool = True, expand: str | None = None
+) -> dict[str, Any]:
     return {
         "name": name, "engine": "synthetic", "inputs": inputs, "edge": edge, "final_output": output,
+        "prompt_expand": expand,
     }  # fmt: skip
 
 
@@ -40,7 +43,10 @@ GRAPHS = {
     "streams": [stage("a", output=False), stage("b", "a", edge="stream", output=False), stage("c", "b", edge="stream")],
     "diamond": [stage("a"), stage("b", "a", edge="stream"), stage("c", "a"), stage("d", "b", "c")],
     "two readers": [stage("a", output=False), stage("b", "a", edge="stream"), stage("c", "a", edge="stream")],
+    "companions": [stage("a", expand="x.y"), stage("b", "a")],
+    "companions of a stream": [stage("a", expand="x.y"), stage("b", "a", edge="stream"), stage("c", "b", "a")],
 }
+COMPANIONS = ["-negative", "-other"]
 SAMPLING = {
     "exact": {"temperature": 0.0},
     "continued": {"temperature": 1.0},
@@ -80,6 +86,9 @@ class World:
         self.untaken: dict[str, int] = {}
         self.early: set[str] = set()
         self.attempts = 0
+        self.expanding = False
+        self.waiting_for_companions = False
+        self.beside: dict[str, tuple[int, str, int] | None] = {}
         self.tell(ev.Start())
 
     def tell(self, event: ev.Event) -> None:
@@ -94,16 +103,26 @@ class World:
             case ev.Bind():
                 assert not after_end
                 assert name not in self.binding | self.bound | self.live
+                assert not self.expanding
                 self.binding.add(name)
+                self.check_place(command)
+                self.beside[name] = command.beside
+            case ev.Expand():
+                assert not after_end
+                self.expanding = True
+            case ev.AwaitCompanions():
+                assert not self.waiting_for_companions
+                self.waiting_for_companions = True
             case ev.CancelBind():
                 self.binding.remove(name)
             case ev.Submit(_, submit):
                 assert not after_end
                 assert name in self.bound - self.live
+                assert not self.expanding
                 self.live.add(name)
                 self.attempts += 1
                 self.credit[name] = submit.credit or float("inf")
-                self.inputs[name] = {i.stage: list(i.token_ids) for i in submit.inputs}
+                self.inputs[name] = {i.stage + i.role: list(i.token_ids) for i in submit.inputs}
                 self.closed[name] = not submit.more_input
                 self.untaken[name] = 0
                 if not submit.more_input:
@@ -135,6 +154,14 @@ class World:
                 assert (command.finished is None) != (command.error is None) or self.client_left
                 self.ends.append(command)
 
+    def check_place(self, bind: ev.Bind) -> None:
+        """A task goes to the replica of a sibling, unless it was lost on all of theirs."""
+        task = self.machine.tasks[bind.task]
+        siblings = [t for t in self.machine.tasks.values() if t.stage_name == task.stage_name and t is not task]
+        places = [t.tried[-1] for t in siblings if t.is_bound and t.tried[-1] not in task.tried]
+        assert bind.beside in (places or [None])
+        assert not any(t.is_binding for t in siblings), "it must know where they are before it follows"
+
     @property
     def client_left(self) -> bool:
         stop = self.machine.stop
@@ -144,7 +171,17 @@ class World:
     def bind(self, name: str) -> None:
         self.binding.remove(name)
         self.bound.add(name)
-        self.tell(ev.Bound(name, replica_pb.ReplicaRef(stage=name), (0, "i", self.attempts)))
+        place = self.beside[name] or (0, "i", self.attempts)
+        self.tell(ev.Bound(name, replica_pb.ReplicaRef(stage=name), place))
+
+    def expand(self, *, fails: bool = False) -> None:
+        self.expanding = False
+        if fails:
+            self.tell(ev.ExpandFailed(MeshError(Reason.ADAPTER_FAILED)))
+            return
+        params = self.machine.plan.stages[0].params
+        made = [Companion(suffix, suffix[1:], prompt_pb.Prompt(text=suffix), params) for suffix in COMPANIONS]
+        self.tell(ev.Expanded(made))
 
     def output(self, name: str, count: int) -> None:
         """Tokens are numbered, so that one that is lost or doubled shows."""
@@ -172,6 +209,13 @@ class World:
 
     def random_step(self, choice: int) -> None:
         kind, rest = choice % 16, choice // 16
+        if self.expanding and kind < 14:
+            self.expand(fails=rest % 16 == 0)
+            return
+        if self.waiting_for_companions and kind < 8:
+            self.waiting_for_companions = False
+            self.tell(ev.CompanionsLate())
+            return
         if kind == 0 and self.binding:
             self.bind(pick(self.binding, rest))
             return
@@ -227,6 +271,8 @@ class World:
         for _ in range(2_000):
             if self.machine.is_quiet:
                 return
+            if self.expanding:
+                self.expand()
             for name in sorted(self.binding):
                 if name in self.binding:
                     self.bind(name)
@@ -260,6 +306,13 @@ def check_end(world: World) -> None:
     if end.finished is not None and end.finished.finish_reason == frame_pb.FINISH_REASON_COMPLETE:
         tasks = world.machine.tasks
         outputs = [task for task in tasks.values() if task.planned.is_output]
+        if world.machine.plan.companion_readers:
+            made = [task for task in tasks.values() if task.companion is not None]
+            assert [task.companion.suffix for task in made if task.companion] == COMPANIONS
+            assert {task.state for task in made} == {TaskState.DONE}
+            for reader in world.machine.plan.companion_readers:
+                assert {"anegative", "aother"} < set(world.inputs[reader])
+                assert all(given == list(range(TOKENS)) for given in world.inputs[reader].values())
         assert sorted(world.delivered) == sorted(task.name for task in outputs)
         for task in outputs:
             assert task.output.token_ids == list(range(TOKENS)), "a token was lost or doubled"
@@ -291,19 +344,26 @@ def test_every_request_ends_once_and_leaves_nothing(
 def test_the_random_walk_meets_what_it_should() -> None:
     """The walk above proves nothing when it never gets anywhere: count what it meets."""
     seen: dict[str, int] = {}
-    for world in walks(400):
+    for world in walks(800):
         world.settle()
         check_end(world)
         end = world.ends[0]
         kind = "error" if end.error is not None else "left" if end.finished is None else "ended"
         if end.finished is not None:
             kind = frame_pb.FinishReason.Name(end.finished.finish_reason)
+        elif end.error is not None and "limits.companion_timeout" in end.error.message:
+            kind = "late"
         seen[kind] = seen.get(kind, 0) + 1
         for task in world.machine.tasks.values():
-            if kind == "FINISH_REASON_COMPLETE" and task.recovery:
-                seen[task.recovery] = seen.get(task.recovery, 0) + 1
-    for kind in ("error", "left", "FINISH_REASON_COMPLETE", "FINISH_REASON_ABORT", "exact", "continued", "restarted"):
-        assert seen.get(kind, 0) >= 5, (kind, seen)
+            met = [task.recovery] if kind == "FINISH_REASON_COMPLETE" else []
+            if task.companion is not None:
+                met += [f"companion {kind}", "companion lost"] if task.attempt > 1 else [f"companion {kind}"]
+            for what in filter(None, met):
+                seen[what] = seen.get(what, 0) + 1
+    expected = ["error", "left", "FINISH_REASON_COMPLETE", "FINISH_REASON_ABORT", "exact", "continued", "restarted"]
+    expected += [f"companion {kind}" for kind in (*expected[:4], "lost", "late")]
+    for kind in expected:
+        assert seen.get(kind, 0) >= 3, (kind, seen)
 
 
 def walks(count: int) -> Iterator[World]:

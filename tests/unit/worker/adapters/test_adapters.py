@@ -7,6 +7,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -101,9 +102,17 @@ async def test_embeddings_name_what_they_want_and_what_they_got() -> None:
 
 async def test_diffusion_reads_the_caption_and_its_negative_companion() -> None:
     stage = _stage(stage_type="diffusion")
-    made = await _adapt(stage, REQUEST, CAPTION, StageInput("writer", role="negative", text="text, frames"))
+    negative, wish = StageInput("writer", role="negative", text="text, frames"), replace(REQUEST, negative_text=None)
+    made = await _adapt(stage, wish, CAPTION, negative)
     assert made is not None and (made.text, made.negative_text) == ("a bold red circle", "text, frames")
-    made = await _adapt(stage, REQUEST, CAPTION)
+    made = await _adapt(stage, wish, CAPTION)
+    assert made is not None and made.negative_text is None
+
+
+async def test_negative_prompt_of_the_client_wins_over_the_companions() -> None:
+    stage, negative = _stage(stage_type="diffusion"), StageInput("writer", role="negative", text="text, frames")
+    assert REQUEST.negative_text == "blurry"
+    made = await _adapt(stage, REQUEST, CAPTION, negative)
     assert made is not None and made.negative_text == "blurry"
 
 
