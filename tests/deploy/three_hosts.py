@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import re
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -47,6 +49,21 @@ def why_not() -> str:
     return ""
 
 
+def _remove_what_killed_tests_left() -> None:
+    """A test run that is killed cannot remove its hosts: the next one does, with the processes in them."""
+    for line in _ip("netns", "list").splitlines():
+        space = line.split()[0]
+        owner = re.match(r"sm(\d+)-", space)
+        if owner is None or Path(f"/proc/{owner[1]}").exists():
+            continue
+        # Another run may be at the same.
+        with contextlib.suppress(subprocess.CalledProcessError, ProcessLookupError):
+            for pid in _ip("netns", "pids", space).split():
+                os.kill(int(pid), signal.SIGKILL)
+            _ip("netns", "del", space)
+        shutil.rmtree(f"/etc/netns/{space}", ignore_errors=True)
+
+
 class Network:
     """Hosts and the bridge between them."""
 
@@ -59,6 +76,7 @@ class Network:
 
     def open(self) -> None:
         """Make the bridge."""
+        _remove_what_killed_tests_left()
         self._add_namespace(self._switch)
         _ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
         _ip("-n", self._switch, "link", "set", "br0", "up")
