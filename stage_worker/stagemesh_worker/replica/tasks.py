@@ -125,12 +125,11 @@ class RunningTask:
             raise MeshError(Reason.REQUEST_TIMEOUT, f"the stage was not done within {left:.3f} s") from None
 
     async def _execute(self) -> None:
-        submit, loop = self.submit, asyncio.get_running_loop()
-        began = loop.time()
+        submit, began = self.submit, monotonic()  # the event loop's own clock counts whole milliseconds
         request = await read_prompt(submit.prompt, self._context.resolver)
         inputs = [await self._bring(item, is_first=True) for item in submit.inputs]
         if inputs:
-            self.sink.transfer_s = loop.time() - began
+            self.sink.transfer_s = monotonic() - began
         adapter = self._context.adapters.for_task()
         further = self._further_inputs(adapter, request) if self._further is not None else None
         if self._is_probe:
