@@ -15,6 +15,8 @@ from stagemesh_head.registry.state import MAX_REPLICAS, Node, StageEntry, StageK
 from stagemesh_head.registry.words import hint, pipeline_named
 
 MAX_DEVICES, MAX_LABELS, MAX_RUNNING, MAX_TEXT = 1_024, 64, 4_096, 256
+MAX_ORDER = 2**63
+"""Of a scaling; there must be room for the orders that follow."""
 _VERSION = re.compile(r"(\d+)\.(\d+)(\.|$)")
 
 
@@ -38,6 +40,8 @@ def check_form(hello: registry_pb.Hello) -> None:
     for index, scaled in enumerate(hello.scaled):
         if scaled.replicas > MAX_REPLICAS:
             raise invalid(f"hello.scaled[{index}].replicas", scaled.replicas, f"at most {MAX_REPLICAS}")
+        if scaled.order > MAX_ORDER:
+            raise invalid(f"hello.scaled[{index}].order", scaled.order, f"at most {MAX_ORDER}")
     if len(hello.hostname) > MAX_TEXT or len(hello.host_id) > MAX_TEXT:
         raise invalid("hello.hostname", hello.hostname, f"host name and host id have at most {MAX_TEXT} characters")
     _check_devices(hello)

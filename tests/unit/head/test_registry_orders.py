@@ -273,11 +273,13 @@ def test_a_changed_number_in_the_file_counts_more_than_what_nodes_remember() -> 
     assert world.machine.entry_of("", "writer").target == 3
 
 
-def test_a_scaling_out_of_bounds_is_refused_with_the_node() -> None:
+@pytest.mark.parametrize(("field", "value"), [("replicas", 2**31), ("order", 2**64 - 1)])
+def test_a_scaling_out_of_bounds_is_refused_with_the_node(field: str, value: int) -> None:
     world = World(pipeline(stage("writer", 2)))
-    told = [registry_pb.ScaledStage(pipeline="shapes", stage="writer", replicas=2**31, configured=2, order=1)]
-    with pytest.raises(MeshError, match=r"hello\.scaled\[0\]\.replicas"):
-        world.node("a").join(scaled=told)
+    scaled = {"pipeline": "shapes", "stage": "writer", "replicas": 1, "configured": 2, "order": 1, field: value}
+    with pytest.raises(MeshError, match=rf"hello\.scaled\[0\]\.{field}"):
+        world.node("a").join(scaled=[registry_pb.ScaledStage(**scaled)])
+    assert not world.machine.state.nodes
 
 
 def test_scaling_below_zero_is_refused() -> None:
