@@ -276,3 +276,20 @@ class FakeNode:
     def got(self, kind: str) -> list[Any]:
         """Messages of a kind that it received."""
         return [getattr(message, kind) for message in self.received if message.WhichOneof("message") == kind]
+
+
+WRITER = ReplicaKey("shapes", "writer", 0)
+PAINTER = ReplicaKey("shapes", "painter", 0)
+
+
+def writer_world(replicas: int = 1, **settings: Any) -> World:
+    return World(pipeline(stage("writer", replicas)), **settings)
+
+
+def beat_for(world: World, seconds: float, *nodes: FakeNode) -> None:
+    """Let time pass with regular heartbeats."""
+    end = world.now + seconds
+    while world.now < end:
+        world.tick(1.0)
+        for node in nodes:
+            node.beat()
