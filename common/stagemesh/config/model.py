@@ -134,7 +134,7 @@ class Stage(_Frozen):
     default_sampling_params: dict[str, Any] = Field(default_factory=dict)
     """For fields that a request leaves unset."""
     is_comprehension: bool = False
-    """It understands the prompt (tokenizes it) for the stages after it."""
+    """Kept for files of other systems: every stage reads the prompt as its engine does."""
     is_prefill_only: bool = False
     """The prefill half of a prefill/decode pair."""
     is_decode_only: bool = False
@@ -224,10 +224,16 @@ class Pipeline(_Frozen):
         return tuple(other for other in self.stages if stage.name in other.inputs)
 
     def in_order(self) -> tuple[Stage, ...]:
-        """The stages, each after its inputs. Raises graphlib.CycleError."""
-        by_name = {stage.name: stage for stage in self.stages}
-        order = graphlib.TopologicalSorter({stage.name: stage.inputs for stage in self.stages}).static_order()
-        return tuple(by_name[name] for name in order)
+        """The stages, each after its inputs; among equals by stage id. Raises graphlib.CycleError."""
+        sorter = graphlib.TopologicalSorter({stage.name: stage.inputs for stage in self.stages})
+        sorter.prepare()
+        ready, order = list[Stage](), list[Stage]()
+        while sorter:
+            ready += [self.stage(name) for name in sorter.get_ready()]
+            ready.sort(key=lambda stage: stage.stage_id)
+            order.append(ready.pop(0))
+            sorter.done(order[-1].name)
+        return tuple(order)
 
 
 def check_label(name: str) -> str:

@@ -72,7 +72,7 @@ class Planner:
     def __init__(self, pipeline: Pipeline) -> None:
         """Raises ValueError when a stage's default sampling parameters are wrong."""
         self.pipeline = pipeline
-        self._order = order(pipeline)
+        self._order = pipeline.in_order()
         self._outputs = tuple(stage for stage in pipeline.stages if stage.final_output)
         self._defaults = {stage.name: stage_params.defaults_of(stage) for stage in pipeline.stages}
 
@@ -202,16 +202,3 @@ def check_interactive(request: inference_pb.GenerateRequest, stage: str, params:
         raise invalid(f"sampling[{stage}].n", params.llm.n, "an interactive request has one completion")
     if params.llm.stop:
         raise invalid(f"sampling[{stage}].stop", list(params.llm.stop), "an interactive request takes no stop texts")
-
-
-def order(pipeline: Pipeline) -> tuple[Stage, ...]:
-    """Stages so that each comes after its inputs; among equals by stage id."""
-    remaining, placed, result = list(pipeline.stages), set[str](), list[Stage]()
-    while remaining:
-        stage = next((s for s in remaining if placed.issuperset(s.inputs)), None)
-        if stage is None:
-            raise ValueError(f"pipeline {pipeline.name!r}: stages {', '.join(s.name for s in remaining)} form a cycle")
-        remaining.remove(stage)
-        placed.add(stage.name)
-        result.append(stage)
-    return tuple(result)
