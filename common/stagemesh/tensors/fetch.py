@@ -19,7 +19,6 @@ from stagemesh.tensors.codec import Array, decode, from_buffer
 from stagemesh.tensors.received import MAX_TENSOR_BYTES, Received, check_size
 from stagemesh.tensors.service import FETCH_METHOD
 from stagemesh.v1 import tensor_pb2 as tensor_pb
-from stagemesh.v1 import tensor_pb2_grpc as tensor_grpc
 
 ATTEMPTS = 4
 """Streams opened for one tensor; each goes on where the one before broke."""
@@ -72,16 +71,6 @@ class TensorResolver:
         check_size(ref, self._max_bytes)
         mapped = self._map(ref)
         return mapped if mapped is not None else await self._fetch(ref)
-
-    async def release(self, endpoint: str, *, keys: list[str] | None = None, request_id: str = "") -> int:
-        """Tell an owner to drop tensors; returns how many it dropped."""
-        request = tensor_pb.ReleaseTensorsRequest(keys=keys or [], request_id=request_id)
-        async with self._channel(endpoint) as channel:
-            try:
-                stub = tensor_grpc.TensorServiceStub(channel)
-                return (await stub.ReleaseTensors(request, timeout=self._progress_s)).released
-            except grpc.aio.AioRpcError as error:
-                raise MeshError.from_rpc_error(error) from error
 
     async def close(self) -> None:
         """Close the connections."""

@@ -203,7 +203,10 @@ async def test_an_owner_that_stands_still_is_given_up(owner: Owner, monkeypatch:
 
 async def test_a_released_tensor_is_gone_for_everybody(owner: Owner, near: TensorResolver, far: TensorResolver) -> None:
     value = owner.store.put("r", ARRAY)
-    assert await far.release(owner.store.endpoint, keys=[value.ref.key, "unknown"]) == 1
+    async with open_channel(owner.store.endpoint) as channel:
+        request = tensor_pb.ReleaseTensorsRequest(keys=[value.ref.key, "unknown"])
+        answer = await tensor_grpc.TensorServiceStub(channel).ReleaseTensors(request)
+    assert (answer.released, answer.unknown) == (1, 1)
     for resolver in (near, far):
         with pytest.raises(MeshError) as caught:
             await resolver.resolve(value)
