@@ -6,6 +6,7 @@ import asyncio
 import importlib.metadata
 import logging
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ class VllmEngine(Engine):
         self._record = LoadRecord()
         self._loras = LoraAdapters(stage.lora_modules)
         self._llm: Any = None
+        self._reserved_port: socket.socket | None = None
         self._processes: list[Any] = []
         self._builder: Any = None
         self._stop_ids: frozenset[int] = frozenset()
@@ -51,11 +53,12 @@ class VllmEngine(Engine):
     def prepare(self) -> None:
         """Start EngineCore and wait until the model is loaded."""
         from stagemesh_worker.engines.vllm.arguments import engine_arguments
-        from stagemesh_worker.engines.vllm.hand_off import side_channel_environment
+        from stagemesh_worker.engines.vllm.hand_off import side_channel
         from stagemesh_worker.engines.vllm.launch import launch, set_environment, why_refused
 
         set_environment(self.devices)
-        os.environ.update(side_channel_environment(self.stage, self.host, os.environ))
+        variables, self._reserved_port = side_channel(self.stage, self.host, os.environ)
+        os.environ.update(variables)
         self.version = importlib.metadata.version(_distribution())
         arguments = engine_arguments(self.stage, self.devices)
         self.report_phase(f"loading {self.stage.model}")

@@ -46,31 +46,38 @@ def transfer_config(stage: Stage, devices: DeviceSet) -> dict[str, Any]:
     return {"kv_transfer_config": config | dict(given)}
 
 
-def side_channel_environment(stage: Stage, host: str, environment: Mapping[str, str]) -> dict[str, str]:
+def side_channel(
+    stage: Stage, host: str, environment: Mapping[str, str]
+) -> tuple[dict[str, str], socket.socket | None]:
     """Where NIXL's handshake of this engine listens, unless the environment says so; vLLM wants the port in advance.
 
     Args:
         host: how other replicas reach this machine.
 
+    Returns:
+        Environment variables, and what keeps the port free until vLLM listens there, many seconds later: an engine
+        whose port is taken by then would wait for ever.
+
     Raises:
         EngineConfigError: nothing can listen at that address.
     """
     if not _uses_nixl(stage):
-        return {}
+        return {}, None
     host = environment.get(SIDE_CHANNEL_HOST, host).strip("[]")
-    wanted = {SIDE_CHANNEL_HOST: host}
-    if SIDE_CHANNEL_PORT not in environment:
-        try:
-            family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family) as probe:
-                probe.bind(address)
-                wanted[SIDE_CHANNEL_PORT] = str(probe.getsockname()[1])
-        except OSError as error:
-            raise EngineConfigError(
-                f"connector: NIXL cannot listen at {host}: {error}; set {SIDE_CHANNEL_HOST} in `runtime.env` or on the "
-                "node to an address of this machine that the other replicas reach"
-            ) from error
-    return wanted
+    if SIDE_CHANNEL_PORT in environment:
+        return {SIDE_CHANNEL_HOST: host}, None
+    try:
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        reserved = socket.socket(family)
+        # Bound and not listening it keeps everybody out but who asks for this very port, as vLLM will.
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(address)
+    except OSError as error:
+        raise EngineConfigError(
+            f"connector: NIXL cannot listen at {host}: {error}; set {SIDE_CHANNEL_HOST} in `runtime.env` or on the "
+            "node to an address of this machine that the other replicas reach"
+        ) from error
+    return {SIDE_CHANNEL_HOST: host, SIDE_CHANNEL_PORT: str(reserved.getsockname()[1])}, reserved
 
 
 def seal(transfer: Mapping[str, Any], token_ids: Sequence[int]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
+import zmq
 
 from stagemesh.config import Stage
 from stagemesh.rpc.errors import MeshError, Reason
@@ -50,24 +51,28 @@ def test_stage_goes_before_the_mesh_key_by_key() -> None:
     assert config == {**given, "kv_role": "kv_consumer", "kv_buffer_device": "cpu"}
 
 
-def test_side_channel_listens_where_other_replicas_reach_it_on_a_free_port() -> None:
-    wanted = hand_off.side_channel_environment(DECODE, "127.0.0.1", {})
-    assert wanted[hand_off.SIDE_CHANNEL_HOST] == "127.0.0.1"
-    with socket.create_server(("127.0.0.1", int(wanted[hand_off.SIDE_CHANNEL_PORT]))):
-        pass
-    assert hand_off.side_channel_environment(DECODE, "[::1]", {})[hand_off.SIDE_CHANNEL_HOST] == "::1"
-    assert hand_off.side_channel_environment(Stage(name="writer"), "127.0.0.1", {}) == {}
+def test_side_channels_port_is_kept_for_vllm_alone() -> None:
+    wanted, reserved = hand_off.side_channel(DECODE, "127.0.0.1", {})
+    assert reserved is not None and wanted[hand_off.SIDE_CHANNEL_HOST] == "127.0.0.1"
+    port = int(wanted[hand_off.SIDE_CHANNEL_PORT])
+    with reserved, zmq.Context() as context, context.socket(zmq.ROUTER) as listener, socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        listener.bind(f"tcp://127.0.0.1:{port}")  # as vLLM does
+        with socket.create_connection(("127.0.0.1", port), 5) as client:
+            assert client.recv(1), "it greets"
+    assert hand_off.side_channel(Stage(name="writer"), "127.0.0.1", {}) == ({}, None)
 
 
 def test_side_channel_of_the_environment_goes_first() -> None:
     given = {hand_off.SIDE_CHANNEL_HOST: "127.0.0.2", hand_off.SIDE_CHANNEL_PORT: "5600"}
-    wanted = hand_off.side_channel_environment(DECODE, "127.0.0.1", given)
-    assert {**given, **wanted} == given
+    wanted, reserved = hand_off.side_channel(DECODE, "127.0.0.1", given)
+    assert {**given, **wanted} == given and reserved is None
 
 
 def test_address_of_another_machine_is_refused_in_one_line() -> None:
     with pytest.raises(EngineConfigError) as caught:
-        hand_off.side_channel_environment(DECODE, "192.0.2.7", {})
+        hand_off.side_channel(DECODE, "192.0.2.7", {})
     assert str(caught.value).startswith("connector: NIXL cannot listen at 192.0.2.7: ")
     assert "set VLLM_NIXL_SIDE_CHANNEL_HOST in `runtime.env` or on the node" in str(caught.value)
 
