@@ -25,6 +25,9 @@ from typing import Any
 import stagemesh
 from stagemesh import Image, TextDelta
 from stagemesh.client.aio import AsyncClient
+from stagemesh.config.dotted import import_dotted
+from stagemesh.v1 import prompt_pb2 as prompt_pb
+from stagemesh.v1 import sampling_pb2 as sampling_pb
 
 SHAPES = Path(__file__).resolve().parents[1] / "examples/shapes"
 WISHES = [row["wish"] for row in json.loads((SHAPES / "training/held_out.json").read_text())["wishes"]]
@@ -53,6 +56,7 @@ class OneAfterTheOther:
 
         self._torch = torch
         writer, painter = pipeline.stages
+        self._companions = import_dotted(writer.prompt_expand)
         self._tokenizer = AutoTokenizer.from_pretrained(writer.model, local_files_only=True)
         self._writer = AutoModelForCausalLM.from_pretrained(writer.model, local_files_only=True).eval()
         self._painter = DiffusionPipeline.from_pretrained(painter.model, local_files_only=True)
@@ -70,19 +74,24 @@ class OneAfterTheOther:
         return time.perf_counter() - started
 
     def one(self, wish: str) -> str:
-        """Write and draw; returns the caption."""
+        """Write the caption and what to avoid, and draw; returns the caption."""
         with self._torch.inference_mode():
-            prompt = self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": wish}],
-                add_generation_prompt=True,
-                return_tensors="pt",
-                return_dict=True,
-            )
-            output = self._writer.generate(**prompt, do_sample=False, max_new_tokens=self._max_tokens)
-            caption = self._tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-            picture = self._painter(caption, **self._draw).images[0]
+            caption = self._write(wish)
+            made = self._companions(prompt_pb.Prompt(text=wish), sampling_pb.SamplingParams())
+            to_avoid = "".join(self._write(companion["prompt"]) for companion in made)
+            picture = self._painter(caption, negative_prompt=to_avoid, **self._draw).images[0]
         picture.load()
-        return str(caption)
+        return caption
+
+    def _write(self, wish: str) -> str:
+        prompt = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": wish}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        output = self._writer.generate(**prompt, do_sample=False, max_new_tokens=self._max_tokens)
+        return str(self._tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
 
     def many(self, wishes: list[str]) -> Round:
         """One after the other."""

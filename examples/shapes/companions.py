@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from stagemesh.v1 import prompt_pb2 as prompt_pb
+from stagemesh.v1 import sampling_pb2 as sampling_pb
+
 AVOID = "avoid: "
-"""What the writer learnt to answer with such a caption; see training/train_writer.py."""
+"""The writer learnt to answer such a wish with what to keep away from; see training/train_writer.py."""
 
 
-def negative(prompt: Mapping[str, Any], params: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One companion of role "negative", for a wish in words that does not say itself what to avoid."""
-    wish = prompt.get("text")
-    if not wish and prompt.get("messages"):
-        wish = prompt["messages"][-1]["content"]
-    if not wish or prompt.get("negative_text"):
+def negative(prompt: prompt_pb.Prompt, params: sampling_pb.SamplingParams) -> list[dict[str, Any]]:
+    """One companion of role "negative"; none for a request that says itself what to avoid."""
+    wish = prompt.chat.messages[-1].content if prompt.HasField("chat") else prompt.text
+    if not wish or prompt.negative_text:
         return []
     return [{"suffix": "-negative", "role": "negative", "prompt": AVOID + wish}]

@@ -65,6 +65,24 @@ where it runs, or by `file.py:name`, with the file relative to the one that name
 when the file is checked, and imported only where it is used. An adapter is a function, or a class that is made once a
 request and may remember; `examples/speak` has one, and an engine.
 
+`prompt_expand` of the first stage makes *companions* (classifier-free guidance): further visits to that stage, on the
+replica of the request's own, whose outputs the stages with `edge: whole` that read it get beside the request's own, by
+role. It is `function(prompt, params)`, with copies of the request's `stagemesh.v1` messages `Prompt` and
+`SamplingParams`, and returns a list of up to 8 mappings, which may be empty:
+
+| key | what |
+|---|---|
+| `suffix` | the companion's id is the request's id and this; each has its own |
+| `role` | what adapters know it by |
+| `prompt` | a text, chat messages, token ids, or a `Prompt` |
+| `overrides` | sampling parameters that differ from the request's own; may be left out |
+
+The head runs it, and so does each gateway: the code must be there. It is called on a thread, has 10 s, and should do no
+more than look at a text. The adapter `diffusion` takes the role `negative` (`adapter_args.negative_role`) as its
+negative prompt, unless the request brings one. When the function fails, or a companion does, so does the request; the
+request's own output waits for its companions for `limits.companion_timeout`. A request that ends at the first stage has
+none, and an interactive one that goes further is refused. `examples/shapes` has a companion.
+
 A prefill/decode pair is two `llm` stages of one model, `is_prefill_only` and `is_decode_only`, with the same
 `connector`, `tensor_parallel_size`, `dtype` and `kv_cache_dtype`; the decode stage reads the prefill stage and nothing
 else does. It takes over the prefill stage's `input_adapter` and `adapter_args`, for both read the same prompt, and

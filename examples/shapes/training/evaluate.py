@@ -3,13 +3,15 @@
 python evaluate.py writer FOLDER
 python evaluate.py painter FOLDER [--guidance G] [--steps N] [--sheet FILE.png]
 python evaluate.py chain WRITER PAINTER
+python evaluate.py guidance PAINTER
 """
 
 import argparse
 import os
 import random
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,7 +25,21 @@ from make_held_out import load
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from wishes import Wish, is_held_out, make_wish
-from world import HELD_OUT_PAIR_SCENES, HELD_OUT_SCENES, SIDE, Scene, caption, render
+from world import (
+    BACKGROUNDS,
+    COLOURS,
+    HELD_OUT_PAIR_SCENES,
+    HELD_OUT_SCENES,
+    SHAPES,
+    SIDE,
+    Scene,
+    caption,
+    caption_to_avoid,
+    render,
+)
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from companions import AVOID
 
 Case = tuple[str, Scene]
 
@@ -84,14 +100,12 @@ def draw_cases(count: int, fits: Callable[[Wish], bool], seed: int = 99) -> list
 
 
 def measure_writer(writer: Writer, cases: list[Case], name: str, show: int = 6) -> None:
-    wrong = []
-    for wish, scene in cases:
-        answer = writer(wish)
-        if answer != caption(scene):
-            wrong.append((wish, caption(scene), answer))
-    print(f"{name}: exact {1 - len(wrong) / len(cases):.3f} of {len(cases)}", flush=True)
-    for case in wrong[:show]:
-        print("   ", case)
+    for before, right, what in (("", caption, "caption"), (AVOID, caption_to_avoid, "to avoid")):
+        answers = [(wish, right(scene), writer(before + wish)) for wish, scene in cases]
+        wrong = [case for case in answers if case[1] != case[2]]
+        print(f"{name}: {what} exact {1 - len(wrong) / len(cases):.3f} of {len(cases)}", flush=True)
+        for case in wrong[:show]:
+            print("   ", case)
 
 
 def evaluate_writer(folder: Path) -> None:
@@ -115,12 +129,13 @@ class Painter:
         self._pipeline.set_progress_bar_config(disable=True)
         self._guidance, self._steps, self._batch = guidance, steps, batch
 
-    def __call__(self, captions: list[str]) -> list[Image.Image]:
+    def __call__(self, captions: list[str], to_avoid: list[str]) -> list[Image.Image]:
         images: list[Image.Image] = []
         for start in range(0, len(captions), self._batch):
             some = captions[start : start + self._batch]
             images += self._pipeline(
                 some,
+                negative_prompt=to_avoid[start : start + self._batch],
                 num_inference_steps=self._steps,
                 guidance_scale=self._guidance,
                 generator=[torch.Generator().manual_seed(1000 + start + n) for n in range(len(some))],
@@ -139,7 +154,7 @@ def report(verdicts: list[Verdict], name: str) -> None:
 
 
 def measure_painter(painter: Painter, scenes: list[Scene], name: str) -> list[Image.Image]:
-    images = painter([caption(scene) for scene in scenes])
+    images = painter([caption(scene) for scene in scenes], [caption_to_avoid(scene) for scene in scenes])
     verdicts = [judge_picture(image, scene) for image, scene in zip(images, scenes, strict=True)]
     report(verdicts, name)
     for image, scene, verdict in zip(images, scenes, verdicts, strict=True):
@@ -147,6 +162,36 @@ def measure_painter(painter: Painter, scenes: list[Scene], name: str) -> list[Im
             reading = read_picture(image)
             print(f"    {caption(scene)}: looks like {caption(reading.scene)}, overlap {reading.overlap:.2f}")
     return images
+
+
+def following(names: Iterable[str], name: str, taken: str = "") -> str:
+    """The name after `name`, round the end, that is not `taken`."""
+    left = [one for one in names if one == name or one != taken]
+    return left[(left.index(name) + 1) % len(left)]
+
+
+TO_AVOID: dict[str, Callable[[Scene], str]] = {
+    "nothing": lambda scene: "",
+    "what the writer writes": caption_to_avoid,
+    "another shape and colour": lambda scene: caption(
+        scene._replace(
+            shape=following(SHAPES, scene.shape), colour=following(COLOURS, scene.colour, scene.background)
+        )
+    ),
+    "another background": lambda scene: caption(
+        scene._replace(background=following(BACKGROUNDS, scene.background, scene.colour))
+    ),
+}
+
+
+def compare_guidance(folder: Path) -> None:
+    """The scenes of held_out.json, guided away from one thing or another."""
+    scenes = [scene for _, scene in load()]
+    painter = Painter(folder, guidance=2.0, steps=20)
+    for name, to_avoid in TO_AVOID.items():
+        images = painter([caption(scene) for scene in scenes], [to_avoid(scene) for scene in scenes])
+        report([judge_picture(image, scene) for image, scene in zip(images, scenes, strict=True)], name)
+        print(f"    mean overlap {np.mean([read_picture(image).overlap for image in images]):.3f}", flush=True)
 
 
 def judge_renders(scenes: list[Scene]) -> None:
@@ -179,8 +224,8 @@ def evaluate_chain(writer_folder: Path, painter_folder: Path) -> None:
     """held_out.json through both models."""
     cases, writer = load(), Writer(writer_folder)
     scenes, start = [scene for _, scene in cases], time.perf_counter()
-    captions = [writer(wish) for wish, _ in cases]
-    images = Painter(painter_folder, guidance=2.0, steps=20)(captions)
+    captions, to_avoid = ([writer(before + wish) for wish, _ in cases] for before in ("", AVOID))
+    images = Painter(painter_folder, guidance=2.0, steps=20)(captions, to_avoid)
     seconds = time.perf_counter() - start
     exact = sum(text == caption(scene) for text, scene in zip(captions, scenes, strict=True))
     print(f"captions exact {exact / len(cases):.3f}, {seconds / len(cases):.2f} s for a wish")
@@ -200,12 +245,15 @@ def main() -> None:
     chain = kinds.add_parser("chain")
     chain.add_argument("writer", type=Path)
     chain.add_argument("painter", type=Path)
+    kinds.add_parser("guidance").add_argument("folder", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.kind == "writer":
         evaluate_writer(options.folder)
     elif options.kind == "painter":
         evaluate_painter(options.folder, options.guidance, options.steps, options.sheet)
+    elif options.kind == "guidance":
+        compare_guidance(options.folder)
     else:
         evaluate_chain(options.writer, options.painter)
 

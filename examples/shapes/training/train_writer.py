@@ -180,7 +180,7 @@ def make_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, betas=(0.9, 0.98))
 
 
-def learning_rate(done: float, peak: float, warm_up: float = 0.03, floor: float = 0.02) -> float:
+def learning_rate(done: float, peak: float = 2e-3, warm_up: float = 0.03, floor: float = 0.02) -> float:
     """Linear warm-up, then a cosine down to `floor * peak`; `done` is the finished fraction, 0..1."""
     if done < warm_up:
         return peak * done / warm_up

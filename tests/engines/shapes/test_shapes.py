@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import stagemesh
-from stagemesh import Client, Image, Progress, StageFinished, TextDelta
+from stagemesh import Client, Finished, Image, Progress, StageFinished, TextDelta
 from stagemesh.client.admin import AdminClient
 from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
@@ -27,7 +27,7 @@ from tests.mesh.faults.processes import eventually
 SHAPES = Path(__file__).resolve().parents[3] / "examples/shapes"
 sys.path.insert(0, str(SHAPES / "training"))
 from judge import judge_caption, judge_picture  # noqa: E402
-from world import Scene  # noqa: E402
+from world import Scene, caption_to_avoid  # noqa: E402
 
 WISHES = json.loads((SHAPES / "training/held_out.json").read_text())["wishes"]
 READY = replica_pb.REPLICA_STATE_READY
@@ -95,6 +95,26 @@ def test_text_streams_before_the_picture_with_progress_between(client: Client) -
     assert steps[-1] == 20 and steps == sorted(steps)
     assert kinds.index("TextDelta") < kinds.index("Progress") < kinds.index("Image")
     assert kinds[-1] == "Finished"
+
+
+def test_what_to_avoid_is_written_by_a_companion_unless_the_client_says_it(client: Client) -> None:
+    wish, sampling = "a small red star at night", {"painter": {"seed": 11}}
+    avoided = caption_to_avoid(Scene("small", "red", "star", "black"))
+    guided = Answer(client, wish, sampling=sampling)
+    (end,) = (frame for frame in guided.frames if isinstance(frame, Finished))
+    companion, writer = end.companions["-negative"], end.stages["writer"]
+    assert companion.usage.completion_tokens > 5
+    assert companion.replicas == writer.replicas
+    assert end.usage.completion_tokens == companion.usage.completion_tokens + writer.usage.completion_tokens
+    pictures = {}
+    for said in (avoided, "a large blue ring on a black background"):
+        own = Answer(client, wish, negative=said, sampling=sampling)
+        assert own.text == guided.text == "a small red star on a black background"
+        (end,) = (frame for frame in own.frames if isinstance(frame, Finished))
+        assert not end.companions, "nobody reads it"
+        pictures[said] = own.image.data
+    assert pictures[avoided] == guided.image.data, "the painter was given what the companion wrote"
+    assert len(set(pictures.values())) == 2
 
 
 def test_both_painters_have_cores_of_their_own_and_share_the_load(mesh: stagemesh.Mesh, client: Client) -> None:
