@@ -173,6 +173,18 @@ async def test_expansion_runs_off_the_event_loop_and_has_a_time_limit(
         assert {submit.request_id for submit in writer.submitted} == {"other", "other-negative"}
 
 
+async def test_deadline_during_the_expansion_says_what_was_at_work(tmp_path: Path) -> None:
+    expansions.release.clear()
+    async with cluster(tmp_path, stages("blocks")) as mesh:
+        writer = await mesh.add("writer")
+        error = await mesh.generate("block", request_id="r", timeout=0.5).error()
+        expansions.release.set()
+        assert error.reason is Reason.REQUEST_TIMEOUT
+        assert "stages at work: none, but prompt_expand" in error.message
+        await mesh.quiet()
+        assert not writer.submitted
+
+
 async def test_abort_during_the_expansion_wins(tmp_path: Path) -> None:
     expansions.release.clear()
     async with cluster(tmp_path, stages("blocks")) as mesh:

@@ -327,7 +327,8 @@ class RequestRun:
         elif waiting:
             error = self._pool(waiting[0]).missing()
         else:
-            running = ", ".join(self.machine.unconfirmed) or "none"
+            is_expanding = self._expansion is not None and not self._expansion.done()
+            running = ", ".join(self.machine.unconfirmed) or ("none, but prompt_expand" if is_expanding else "none")
             error = MeshError(
                 Reason.REQUEST_TIMEOUT,
                 f"request {self.plan.request_id} ran out of time; stages at work: {running}",
