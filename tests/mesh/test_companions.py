@@ -384,3 +384,19 @@ async def test_interactive_request_is_refused_where_companions_would_be_made(tmp
                     planner.plan(opening, is_interactive=True)
             else:
                 assert planner.plan(opening, is_interactive=True).companion_readers == ()
+
+
+async def test_request_taken_up_from_another_head_makes_its_companions_again(tmp_path: Path) -> None:
+    async with cluster(tmp_path, stages()) as mesh:
+        writer, painter = await mesh.add("writer"), await mesh.add("painter")
+        had = inference_pb.StageResume(stage="writer", token_ids=[1, 2], text="a caption", finished=True)
+        resume = inference_pb.ResumePoint(sequence=3, stages=[had])
+        call = mesh.generate("a star", request_id="r", resume=resume)
+        (await writer.next_task()).finish()
+        picture = await painter.next_task()
+        assert [submit.request_id for submit in writer.submitted] == ["r-negative"], "the caption is there already"
+        assert [(i.role, i.text) for i in picture.submit.inputs] == [("", "a caption"), ("negative", "")]
+        picture.finish()
+        await call.rest()
+        assert call.finished.finish_reason == frame_pb.FINISH_REASON_COMPLETE
+        await mesh.quiet()
