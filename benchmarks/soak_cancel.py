@@ -50,6 +50,7 @@ stages:
   runtime: {shared_devices: true}
 """
 STAGES = 4
+SEED = 1
 HANG_S = 30.0
 """No request takes a second: one that takes so long hangs."""
 SAMPLES = 5
@@ -63,7 +64,6 @@ def add_to(soaks: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
         parser = soaks.add_parser(name)
         parser.add_argument("--rounds", type=int, default=rounds, help="requests")
         parser.add_argument("--at-once", type=int, default=32, help="requests at a time")
-        parser.add_argument("--seed", type=int, default=1, help="of the random moments")
         parser.set_defaults(run=run)
 
 
@@ -82,17 +82,19 @@ async def _run(folder: Path, options: argparse.Namespace, latest: float) -> list
         head = mesh.start_head()
         mesh.start_worker("a")
         mesh.ready(STAGES)
-        return await Race(mesh, Census(mesh, head.pid), options, latest).run()
+        race = Race(mesh, Census(mesh, head.pid), latest, rounds=options.rounds, at_once=options.at_once)
+        return [*await race.run(), *growth(race.samples)]
 
 
 class Race:
     """The requests of one run."""
 
-    def __init__(self, mesh: Processes, census: Census, options: argparse.Namespace, latest: float) -> None:
+    def __init__(self, mesh: Processes, census: Census, latest: float, *, rounds: int, at_once: int) -> None:
         """Args: latest: when a stop may come at the latest, in times a request takes undisturbed."""
         self._mesh, self._census, self._latest = mesh, census, latest
-        self._rounds, self._at_once = options.rounds, options.at_once
-        self._random = random.Random(options.seed)
+        self._rounds, self._at_once = rounds, at_once
+        self.samples: list[Sizes] = []
+        self._random = random.Random(SEED)
         self._outcomes: Counter[str] = Counter()
         self._took = 0.0
         self._wrong: list[str] = []
@@ -105,20 +107,19 @@ class Race:
             await self._many(client, self._rounds // 5)
             await self._census.settled()
             self._outcomes.clear()
-            samples = [self._census.sizes()]
-            print(f"a request takes {self._took:.3f} s, {self._at_once} at a time; {samples[0]}", flush=True)
+            self.samples.append(self._census.sizes())
+            print(f"a request takes {self._took:.3f} s, {self._at_once} at a time; {self.samples[0]}", flush=True)
             for number in range(1, SAMPLES + 1):
                 started = time.monotonic()
                 await self._many(client, self._rounds // SAMPLES)
                 rate = self._rounds // SAMPLES / (time.monotonic() - started)
                 left = await self._census.settled()
-                samples.append(self._census.sizes())
-                print(f"{number * self._rounds // SAMPLES} stopped, {rate:.0f}/s: {left}; {samples[-1]}", flush=True)
+                self.samples.append(sizes := self._census.sizes())
+                print(f"{number * self._rounds // SAMPLES} stopped, {rate:.0f}/s: {left}; {sizes}", flush=True)
                 if not left.is_clean:
                     self._wrong.append(f"left behind: {left}")
         print(", ".join(f"{name} {count}" for name, count in sorted(self._outcomes.items())))
         self._wrong += [f"{name} died" for name in self._census.dead()]
-        self._wrong += growth(samples)
         return self._wrong
 
     async def _undisturbed(self, client: AsyncClient) -> float:

@@ -1,6 +1,6 @@
 """`stagemesh worker` as if on a machine of its own: with a /dev/shm that it shares with nobody. Needs root.
 
-    python -m soak_host ARGUMENTS OF THE WORKER
+python -m soak_host ARGUMENTS OF THE WORKER
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ stages:
 """
 REPLICAS = 3
 LOADED_S = 300.0
+PROGRESS = 25
 REQUEST_S = 540.0
 
 
@@ -49,8 +50,8 @@ def add_to(soaks: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
     """The command."""
     parser = soaks.add_parser("kills")
     parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--at-once", type=int, default=24, help="requests at a time")
-    parser.add_argument("--tokens", type=int, default=96, help="of each request")
+    parser.add_argument("--at-once", type=int, default=32, help="requests at a time")
+    parser.add_argument("--tokens", type=int, default=64, help="of each request")
     parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="between two kills")
     parser.set_defaults(run=run)
 
@@ -60,8 +61,8 @@ async def run(folder: Path, options: argparse.Namespace) -> list[str]:
     wishes = [row["wish"] for row in json.loads((SHAPES / "training/held_out.json").read_text())["wishes"]]
     text = PIPELINE.format(model=SHAPES / "models/writer", tokens=options.tokens)
     with processes(folder, text) as mesh:
-        # A storm of kills needs more attempts than the three that are the default.
-        head = mesh.start_head("--max-attempts", "50")
+        # A storm of kills needs more attempts than the three that are the default, and more time.
+        head = mesh.start_head("--max-attempts", "50", "--recovery-timeout", str(REQUEST_S))
         cores = len(os.sched_getaffinity(0))
         here = str(Path(__file__).parent)
         mesh.environment["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -98,7 +99,9 @@ class Storm:
     def __init__(self, mesh: Processes, client: AsyncClient, options: argparse.Namespace) -> None:
         self._mesh, self._client, self._options = mesh, client, options
         self._kills: list[str] = []
+        self._done = 0
         self._found_none = 0
+        """Times at which nothing was ready to be killed."""
 
     async def run(self, wishes: list[str]) -> list[str]:
         """First undisturbed, then in the storm."""
@@ -145,6 +148,9 @@ class Storm:
                     answer.recovery = frame.recovery
         except StageMeshError as error:
             answer.error = repr(error)
+        self._done += 1
+        if self._done % PROGRESS == 0:
+            print(f"{self._done} answers, {len(self._kills)} kills", flush=True)
         return answer
 
     async def _kill_for_ever(self) -> None:

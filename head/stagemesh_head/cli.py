@@ -121,6 +121,15 @@ def head(
             rich_help_panel="Times",
         ),
     ] = 3,
+    recovery_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            help="Time from a request's first loss in which its tasks may have another attempt.",
+            rich_help_panel="Times",
+        ),
+    ] = 60.0,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
     otlp_endpoint: OtlpEndpoint = "",
@@ -167,7 +176,7 @@ def head(
                 link_timeout_s=link_timeout,
                 reserved=_reserved(reserve or [], loaded),
             ),
-            recovery=RecoveryLimits(max_attempts=max_attempts),
+            recovery=RecoveryLimits(max_attempts=max_attempts, max_total_s=recovery_timeout),
         )
         run(serve(loaded, settings))
     except ValueError as error:
