@@ -3,7 +3,8 @@
     python benchmarks/pipeline.py                   # 1, 4 and 16 wishes at a time, five rounds: about two minutes
 
 The reference is a process of its own with transformers and diffusers, and no server: of the wishes that arrive
-together it writes and draws one, then the next. It may use as many threads as suit it. Rounds of both alternate, on the
+together it writes and draws one, then the next. It may use as many threads as suit it. It does not write the companion
+that the pipeline has (what to avoid), so that the mesh does more for a wish. Rounds of both alternate, on the
 same cores, while the other side is idle. A job's completion time runs from the arrival of all to its own picture.
 """
 
