@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from stagemesh.client.prompts import to_prompt
 from stagemesh.config import Stage
 from stagemesh.config.dotted import import_dotted
 from stagemesh.rpc.errors import MeshError, Reason
@@ -42,6 +41,10 @@ class Expander:
         if not callable(self._function):
             raise ValueError(f"stage {stage.name!r}: prompt_expand: {self._dotted!r}: is not callable")
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="prompt_expand")
+        # Here, so that only a head that expands prompts loads numpy, which prompts of tensors need.
+        from stagemesh.client.prompts import to_prompt
+
+        self._to_prompt = to_prompt
 
     async def expand(self, prompt: prompt_pb.Prompt, params: sampling_pb.SamplingParams) -> tuple[Companion, ...]:
         """The companions of a prompt; the function gets copies, and runs on a thread.
@@ -107,7 +110,7 @@ class Expander:
             raise ValueError(f"{at}.role: {role!r:.80}: must be a text of 1 to {MAX_ROLE_CHARS} characters")
         if not isinstance(overrides, Mapping):
             raise ValueError(f"{at}.overrides: {overrides!r:.80}: want a mapping of sampling parameters")
-        prompt = to_prompt(item["prompt"])
+        prompt = self._to_prompt(item["prompt"])
         check_prompt(prompt, self._stage, f"{at}.prompt")
         given = from_mapping(self._stage, overrides, f"{at}.overrides")
         return Companion(suffix, role, prompt, merge(self._stage, params, (f"{at}.overrides", given)))
