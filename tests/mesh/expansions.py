@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import threading
 from typing import Any
 
@@ -37,6 +39,12 @@ def of_its_kind(prompt: prompt_pb.Prompt, params: sampling_pb.SamplingParams) ->
             return []
         case "raises":
             raise LookupError("no words for it")
+        case "time limit":
+            raise TimeoutError("of its own")
+        case "cancellation":
+            raise asyncio.CancelledError("of its own")
+        case "end of the process":
+            sys.exit(3)
         case "nothing":
             return None
         case "no mapping":
@@ -69,3 +77,7 @@ def blocks(prompt: prompt_pb.Prompt, params: sampling_pb.SamplingParams) -> list
     if prompt.text == "block":
         release.wait(10)
     return negative(prompt, params)
+
+
+def when_asked(prompt: prompt_pb.Prompt, params: sampling_pb.SamplingParams) -> list[dict[str, Any]]:
+    return negative(prompt, params) if prompt.text == "with companion" else []

@@ -22,6 +22,7 @@ name: sketch
 stages:
 - name: writer
   engine: synthetic
+  prompt_expand: tests.mesh.expansions.when_asked
   final_output: true
   engine_args: {tokens_per_second: 40, first_token_delay_s: 0.05, fail_on: forbidden, max_num_seqs: 1}
   runtime: {num_replicas: 2, shared_devices: true}
@@ -100,6 +101,22 @@ def test_one_connected_trace_goes_from_the_client_to_every_engine(
     (prefill,), (decode,) = of(spans, "prefill"), of(spans, "decode")
     assert abs(prefill.end_ns - decode.begin_ns) < 1e6
     assert prefill.end_ns - prefill.begin_ns >= 40e6, "the first token takes 50 ms"
+
+
+def test_spans_of_a_companion_have_their_stages_names_and_say_whose_they_are(
+    mesh: stagemesh.Mesh, collector: TraceCollector
+) -> None:
+    caller = Caller()
+    list(mesh.generate("with companion", trace_headers=caller.headers, timeout=30))
+    spans = collector.trace(caller.trace_id, *WHOLE, "pick writer", "task writer", "stage writer")
+    for name in ("pick writer", "task writer"):
+        told = [span.attributes.get("stagemesh.companion") for span in of(spans, name, stage="writer")]
+        assert sorted(told, key=str) == ["-negative", None]
+    (visit,) = of(spans, "stage writer", companion_role="negative")
+    (task,) = of(spans, "task writer", companion="-negative")
+    assert visit.parent_id == task.span_id
+    sources = [span.attributes["stagemesh.source"] for span in of(spans, "transfer")]
+    assert sources == ["writer", "writer"]
 
 
 def test_the_span_of_a_failed_request_says_why(mesh: stagemesh.Mesh, collector: TraceCollector) -> None:

@@ -9,14 +9,15 @@ import ast
 import importlib.util
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from stagemesh.config.errors import ConfigError, suggest
 
+Made = TypeVar("Made")
 _IN_FILE = re.compile(r"(.+\.py):([^\W\d]\w*)")
 
 
@@ -47,6 +48,24 @@ def import_dotted(dotted: str) -> Any:
         return getattr(module, attribute)
     except AttributeError:
         raise ImportError(f"module {in_file[0] if in_file else name} has no {attribute!r}") from None
+
+
+def call_foreign(function: Callable[..., Made], *args: Any) -> Made:
+    """Call the operator's own code on behalf of one request: whatever it raises, it is this call that fails.
+
+    A time limit of its own is not ours, a cancellation of its own cancels nothing, and `sys.exit` ends no process.
+
+    Raises:
+        Exception: what the code raised; RuntimeError that names it where that would be taken for another's word.
+    """
+    try:
+        return function(*args)
+    except (TimeoutError, StopIteration) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+    except Exception:
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def _module_of(file: Path) -> ModuleType:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from stagemesh.config import Stage
-from stagemesh.config.dotted import import_dotted
+from stagemesh.config.dotted import call_foreign, import_dotted
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import prompt_pb2 as prompt_pb
 from stagemesh.v1 import sampling_pb2 as sampling_pb
@@ -78,11 +78,7 @@ class Expander:
         own_prompt, own_params = prompt_pb.Prompt(), sampling_pb.SamplingParams()
         own_prompt.CopyFrom(prompt)
         own_params.CopyFrom(params)
-        try:
-            return self._function(own_prompt, own_params)
-        except TimeoutError as error:
-            # Told apart from the time limit above.
-            raise RuntimeError(f"TimeoutError: {error}") from error
+        return call_foreign(self._function, own_prompt, own_params)
 
     def _checked(self, made: Any, params: sampling_pb.SamplingParams) -> tuple[Companion, ...]:
         if not isinstance(made, list | tuple):

@@ -18,6 +18,7 @@ from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh.wire import duration
 from stagemesh_head.links.release import TensorReleaser
 from stagemesh_head.orchestration import events as ev
+from stagemesh_head.orchestration.companions import name_companion
 from stagemesh_head.orchestration.dispatch import prompt_append
 from stagemesh_head.orchestration.expansion import Expander
 from stagemesh_head.orchestration.final import frames_of
@@ -147,9 +148,10 @@ class RequestRun:
             if signs != before:
                 self._progress[name] = (signs, now)
             elif now - since >= timeout_s:
-                message = f"stage {name!r} made no progress for {timeout_s:g} s on replica {receiver.link.key}"
-                error = MeshError(Reason.ENGINE_STUCK, message, stage=name, replica=receiver.link.key)
-                self.stop(ev.StopCause.FAILED, error)
+                task, replica = receiver.task, receiver.link.key
+                message = f"stage {task.stage_name!r} made no progress for {timeout_s:g} s on replica {replica}"
+                error = MeshError(Reason.ENGINE_STUCK, message, stage=task.stage_name, replica=replica)
+                self.stop(ev.StopCause.FAILED, name_companion(self.plan, task, error))
 
     def describe(self) -> admin_pb.RequestInfo:
         """Where it stands, for people."""
@@ -177,7 +179,7 @@ class RequestRun:
                 event = self._events.popleft()
                 commands = self.machine.handle(event, monotonic())
                 if self._trace is not None:
-                    self._trace.saw(event, commands)
+                    self._trace.saw(event, commands, self.machine.tasks)
                 for command in commands:
                     self._carry_out(command)
         except Exception as error:

@@ -7,8 +7,9 @@ It only looks on: the state machine knows nothing of it, and an error in here co
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import monotonic
+from typing import Any
 
 from stagemesh.rpc.errors import MeshError
 from stagemesh.telemetry.context import TraceContext
@@ -17,6 +18,7 @@ from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh_head.orchestration import events as ev
+from stagemesh_head.orchestration.task import Task
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +56,16 @@ class RequestTrace:
         """The request was not taken."""
         self._end_root(error)
 
-    def saw(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
-        """The state machine took an event and ordered what follows. A `Submit` gets its trace context here."""
+    def saw(self, event: ev.Event, commands: Sequence[ev.Command], tasks: Mapping[str, Task]) -> None:
+        """The state machine took an event and ordered what follows. A `Submit` gets its trace context here.
+
+        Args:
+            tasks: the request's, by name.
+        """
         try:
             self._hear(event)
             for command in commands:
-                self._note(command)
+                self._note(command, tasks)
         except Exception:
             log.exception("a request's trace is not complete")
 
@@ -105,21 +111,18 @@ class RequestTrace:
         else:
             span.end(event.error)
 
-    def _note(self, command: ev.Command) -> None:
+    def _note(self, command: ev.Command, tasks: Mapping[str, Task]) -> None:
         match command:
             case ev.Bind():
                 attempt = self._attempts[command.task] = self._attempts.get(command.task, 0) + 1
-                self._picks[command.task] = self._tracer.start(
-                    f"pick {command.task}", self._root, stage=command.task, attempt=attempt
-                )
+                self._picks[command.task] = self._start("pick", tasks[command.task], attempt=attempt)
             case ev.CancelBind():
                 self._picks.pop(command.task).end()
             case ev.Submit():
                 submit, replica = command.command, self._replicas[command.task]
-                span = self._tasks[command.task] = self._tracer.start(
-                    f"task {command.task}", self._root, kind="client", stage=command.task, attempt=submit.attempt,
-                    replica=replica.replica_id, incarnation=replica.incarnation,
-                    resumed_tokens=len(submit.resume_token_ids),
+                span = self._tasks[command.task] = self._start(
+                    "task", tasks[command.task], kind="client", attempt=submit.attempt, replica=replica.replica_id,
+                    incarnation=replica.incarnation, resumed_tokens=len(submit.resume_token_ids),
                 )  # fmt: skip
                 self._spoke.discard(command.task)
                 context = span.context
@@ -128,6 +131,13 @@ class RequestTrace:
                 self._tell(command.task, "abort", reason=command.reason)
             case ev.End():
                 self._end(command)
+
+    def _start(self, what: str, task: Task, *, kind: str = "internal", **attributes: Any) -> Span:
+        """Begin a span of one task. Companions are told apart by an attribute: names of spans are few."""
+        companion = task.companion.suffix if task.companion else None
+        return self._tracer.start(
+            f"{what} {task.stage_name}", self._root, kind=kind, stage=task.stage_name, companion=companion, **attributes
+        )
 
     def _tell(self, task: str, what: str, **attributes: str | float) -> None:
         if (span := self._tasks.get(task)) is not None:

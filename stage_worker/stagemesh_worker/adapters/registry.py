@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from stagemesh.config import Stage
-from stagemesh.config.dotted import import_dotted
+from stagemesh.config.dotted import call_foreign, import_dotted
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh_worker.adapters import builtin
 from stagemesh_worker.adapters.types import Adapter, StageInput
@@ -60,7 +60,9 @@ class AdapterRunner:
             else:
                 loop = asyncio.get_running_loop()
                 async with asyncio.timeout(self._timeout_s):
-                    made = await loop.run_in_executor(self._threads, function, request, inputs, self._stage)
+                    made = await loop.run_in_executor(
+                        self._threads, call_foreign, function, request, inputs, self._stage
+                    )
         except MeshError:
             raise
         except TimeoutError:
@@ -102,7 +104,7 @@ class TaskAdapter:
         """The engine's input for these outputs; see `AdapterRunner.call`."""
         if self._function is None:
             try:
-                self._function = self._target()
+                self._function = call_foreign(self._target)
             except Exception as error:
                 raise self._runner.failed(f"{type(error).__name__}: {error}") from error
         assert self._function is not None

@@ -23,8 +23,9 @@ class TaskTrace:
         self._is_llm = is_llm
         parent = TraceContext(submit.traceparent, submit.tracestate)
         self._root = tracer.start(
-            f"stage {stage}", parent, kind="server", stage=stage, request_id=submit.request_id, attempt=submit.attempt
-        )
+            f"stage {stage}", parent, kind="server", stage=stage, request_id=submit.request_id, attempt=submit.attempt,
+            companion_role=submit.companion_role or None,
+        )  # fmt: skip
         self._engine: Span | None = None
         self._engine_began_at = 0.0
 

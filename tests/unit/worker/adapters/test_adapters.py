@@ -168,6 +168,24 @@ async def test_own_adapter_that_raises_fails_the_request_with_its_words(module: 
     assert "KeyError: 'caption'" in error.message and error.metadata["stage"] == "painter"
 
 
+@pytest.mark.parametrize(
+    "raised", [SystemExit(3), asyncio.CancelledError("its own"), StopIteration("its own"), TimeoutError("its own")]
+)
+async def test_own_adapter_cannot_end_cancel_or_time_out_anything_but_its_task(
+    module: types.ModuleType, raised: BaseException
+) -> None:
+    def adapter(*_: object) -> EngineInput:
+        raise raised
+
+    class Remembering:
+        def __init__(self) -> None:
+            raise raised
+
+    for module.adapter in (adapter, Remembering):
+        error = await _refusal(_stage(input_adapter="own_adapters:adapter"), CAPTION)
+        assert f"{type(raised).__name__}: {raised}" in error.message
+
+
 async def test_own_adapter_that_hangs_is_given_up(module: types.ModuleType) -> None:
     release = threading.Event()
     module.adapter = lambda *_: release.wait()
