@@ -17,7 +17,7 @@ from google.protobuf import json_format, struct_pb2
 
 from stagemesh.addresses import default_head
 from stagemesh.client.connection import CALL_TIMEOUT_S, PAGE_SIZE
-from stagemesh.client.errors import StageMeshError, from_call, typed
+from stagemesh.client.errors import StageMeshError, closed_here, from_call, typed
 from stagemesh.client.sync import open_sync_channel
 from stagemesh.rpc.errors import MeshError
 from stagemesh.rpc.security import Security
@@ -48,6 +48,7 @@ class AdminClient:
         self.address = address or default_head()
         self._channel = open_sync_channel(self.address, security or Security.from_environment())
         self._stub = admin_grpc.AdminServiceStub(self._channel)
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -56,7 +57,8 @@ class AdminClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection; running calls end with RequestAborted."""
+        self._is_closed = True
         self._channel.close()
 
     def list_nodes(self) -> list[admin_pb.NodeInfo]:
@@ -151,7 +153,11 @@ class AdminClient:
     def _call(self, method: Callable[..., Answer], request: Any, timeout: float = CALL_TIMEOUT_S) -> Answer:
         try:
             return method(request, timeout=timeout)
-        except grpc.RpcError as error:
+        except (grpc.RpcError, ValueError) as error:  # ValueError is gRPC's word for a closed channel
+            if self._is_closed:
+                raise closed_here() from None
+            if isinstance(error, ValueError):
+                raise
             raise from_call(error, self.address) from None
 
 

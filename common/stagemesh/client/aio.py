@@ -17,7 +17,7 @@ from stagemesh.client.connection import (
     abort_message,
     add_sampling,
 )
-from stagemesh.client.errors import StageMeshError, from_call
+from stagemesh.client.errors import StageMeshError, closed_here, from_call
 from stagemesh.client.fetch import Fetch
 from stagemesh.client.frames import Frame, Reference
 from stagemesh.client.journey import Journey, RetryPolicy
@@ -73,10 +73,10 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection; running calls end."""
-        if self._channel is not None:
-            await self._channel.close()
-            self._channel = None
+        """Close the connection; running calls end, with RequestAborted where somebody still reads."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
 
     def _stub(self) -> Any:
         # Made at the first call: a channel belongs to the loop that runs when it is made.
@@ -114,6 +114,7 @@ class AsyncClient:
             while True:
                 message, remaining = journey.next_call()
                 call = self._stub().Generate(message, timeout=remaining, metadata=metadata)
+                channel = self._channel
                 try:
                     async for response in call:
                         frame = journey.accept(response)
@@ -124,6 +125,9 @@ class AsyncClient:
                     error = journey.ended_early()
                 except grpc.RpcError as rpc_error:
                     error = from_call(rpc_error, self.address)
+                except asyncio.CancelledError:
+                    self._blame_close(channel)
+                    raise
                 finally:
                     call.cancel()
                 await asyncio.sleep(journey.delay_after(error))
@@ -169,6 +173,7 @@ class AsyncClient:
 
         with traced(journey) as metadata:
             call = self._stub().GenerateInteractive(messages(), timeout=journey.next_call()[1], metadata=metadata)
+            channel = self._channel
             try:
                 async for response in call:
                     frame = journey.accept(response)
@@ -179,6 +184,7 @@ class AsyncClient:
             except asyncio.CancelledError:
                 if failures:  # nobody cancelled us: gRPC cancelled the call
                     raise failures[0] from None
+                self._blame_close(channel)
                 raise
             finally:
                 call.cancel()
@@ -191,12 +197,16 @@ class AsyncClient:
         while True:
             message, remaining = fetch.next_call()
             call = self._stub().FetchOutput(message, timeout=remaining)
+            channel = self._channel
             try:
                 async for chunk in call:
                     fetch.accept(chunk)
                 return fetch.result()
             except grpc.RpcError as error:
                 delay = fetch.delay_after(from_call(error, self.address))
+            except asyncio.CancelledError:
+                self._blame_close(channel)
+                raise
             finally:
                 call.cancel()
             await asyncio.sleep(delay)
@@ -232,7 +242,17 @@ class AsyncClient:
     async def _call(
         self, method: Callable[..., Awaitable[Answer]], message: Any, timeout: float = CALL_TIMEOUT_S
     ) -> Answer:
+        channel = self._channel
         try:
             return await method(message, timeout=timeout)
         except grpc.RpcError as error:
             raise from_call(error, self.address) from None
+        except asyncio.CancelledError:
+            self._blame_close(channel)
+            raise
+
+    def _blame_close(self, channel: grpc.aio.Channel | None) -> None:
+        """Raise RequestAborted where a call was cancelled by `close` alone: gRPC makes no difference, callers do."""
+        task = asyncio.current_task()
+        if channel is not self._channel and (task is None or not task.cancelling()):
+            raise closed_here() from None

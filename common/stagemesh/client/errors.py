@@ -161,6 +161,11 @@ def from_call(error: grpc.RpcError, address: str) -> StageMeshError:
     return result
 
 
+def closed_here() -> StageMeshError:
+    """The error of a call on a client that its own program has closed."""
+    return RequestAborted(_R.REQUEST_ABORTED, "this client was closed")
+
+
 _CAUSES = {
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not of an authority that this client trusts",
     "WRONG_VERSION_NUMBER": "it does not speak TLS",

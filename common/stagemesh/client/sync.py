@@ -17,7 +17,7 @@ from stagemesh.client.connection import (
     abort_message,
     add_sampling,
 )
-from stagemesh.client.errors import StageMeshError, from_call
+from stagemesh.client.errors import StageMeshError, closed_here, from_call
 from stagemesh.client.fetch import Fetch
 from stagemesh.client.frames import Frame, Reference
 from stagemesh.client.journey import Journey, RetryPolicy
@@ -75,6 +75,7 @@ class Client:
         )
         self._channel = open_sync_channel(self.address, self._connection.security)
         self._stub = inference_grpc.InferenceServiceStub(self._channel)
+        self._is_closed = False
 
     @property
     def address(self) -> str:
@@ -88,7 +89,8 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; running calls end."""
+        """Close the connection; running calls end, with RequestAborted where somebody still reads."""
+        self._is_closed = True
         self._channel.close()
 
     def generate(
@@ -131,7 +133,7 @@ class Client:
         with traced(journey) as metadata:
             while True:
                 message, timeout = journey.next_call()
-                call = self._stub.Generate(message, timeout=timeout, metadata=metadata)
+                call = self._begin(self._stub.Generate, message, timeout=timeout, metadata=metadata)
                 try:
                     for response in call:
                         frame = journey.accept(response)
@@ -141,7 +143,7 @@ class Client:
                         return
                     error = journey.ended_early()
                 except grpc.RpcError as rpc_error:
-                    error = from_call(rpc_error, self.address)
+                    error = self._from_call(rpc_error)
                 finally:
                     call.cancel()
                 time.sleep(journey.delay_after(error))
@@ -175,14 +177,15 @@ class Client:
                 yield inference_pb.GenerateInteractiveRequest(append=to_prompt(chunk))
 
         with traced(journey) as metadata:
-            call = self._stub.GenerateInteractive(messages(), timeout=journey.next_call()[1], metadata=metadata)
+            timeout = journey.next_call()[1]
+            call = self._begin(self._stub.GenerateInteractive, messages(), timeout=timeout, metadata=metadata)
             try:
                 for response in call:
                     frame = journey.accept(response)
                     if frame is not None:
                         yield self._here(frame, journey)
             except grpc.RpcError as error:
-                raise from_call(error, self.address) from None
+                raise self._from_call(error) from None
             finally:
                 call.cancel()
             if not journey.is_finished:
@@ -198,13 +201,13 @@ class Client:
         fetch = Fetch(reference, self._connection.timeout_s if timeout is None else timeout)
         while True:
             message, remaining = fetch.next_call()
-            call = self._stub.FetchOutput(message, timeout=remaining)
+            call = self._begin(self._stub.FetchOutput, message, timeout=remaining)
             try:
                 for chunk in call:
                     fetch.accept(chunk)
                 return fetch.result()
             except grpc.RpcError as error:
-                delay = fetch.delay_after(from_call(error, self.address))
+                delay = fetch.delay_after(self._from_call(error))
             finally:
                 call.cancel()
             time.sleep(delay)
@@ -239,6 +242,17 @@ class Client:
 
     def _call(self, method: Callable[..., Answer], message: Any, timeout: float = CALL_TIMEOUT_S) -> Answer:
         try:
-            return method(message, timeout=timeout)
+            return self._begin(method, message, timeout=timeout)
         except grpc.RpcError as error:
-            raise from_call(error, self.address) from None
+            raise self._from_call(error) from None
+
+    def _begin(self, method: Callable[..., Answer], message: Any, **options: Any) -> Answer:
+        try:
+            return method(message, **options)
+        except ValueError:
+            if self._is_closed:  # gRPC's word for it
+                raise closed_here() from None
+            raise
+
+    def _from_call(self, error: grpc.RpcError) -> StageMeshError:
+        return closed_here() if self._is_closed else from_call(error, self.address)
