@@ -51,8 +51,9 @@ class ScriptedTask:
     def text(self, **delta: object) -> None:
         self._event(text=frame_pb.TextDelta(**delta))  # type: ignore[arg-type]
 
-    def progress(self, step: int, total: int) -> None:
-        self._event(progress=frame_pb.Progress(step=step, total_steps=total))
+    def progress(self, step: int, total: int, preview: bytes = b"") -> None:
+        shown = frame_pb.MediaOutput(mime_type="image/jpeg", data=preview) if preview else None
+        self._event(progress=frame_pb.Progress(step=step, total_steps=total, preview=shown))
 
     def media(self, data: bytes, index: int = 0) -> None:
         self._event(

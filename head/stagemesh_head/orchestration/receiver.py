@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MAX_PENDING_BYTES = 96 << 20
 """Files, sound and tensors that may wait for one slow client: one frame of the largest size, and some more."""
+MAX_PREVIEW_BYTES = 8 << 20
+"""A preview that would wait behind more than this is left out: a newer one follows, and its step is told anyway."""
 
 
 class TaskReceiver:
@@ -87,7 +89,7 @@ class TaskReceiver:
             case "text":
                 self._text(event.text)
             case "progress":
-                self._frame(frame_pb.Frame(progress=event.progress))
+                self._progress(event.progress)
             case "media" | "audio_chunk" | "tensor":
                 self._piece(kind, event)
             case "started":
@@ -134,6 +136,13 @@ class TaskReceiver:
         if self._media > self.task.skip_media:
             self._frame(for_client(frame), size=frame.ByteSize())
         self._grew()
+
+    def _progress(self, progress: frame_pb.Progress) -> None:
+        frame, size = frame_pb.Frame(progress=progress), len(progress.preview.data)
+        if size and self._stream is not None and self._stream.pending_bytes + size > MAX_PREVIEW_BYTES:
+            frame.progress.ClearField("preview")
+            size = 0
+        self._frame(frame, size)
 
     def _frame(self, frame: frame_pb.Frame, size: int = 0) -> None:
         """To the client, after the text that came before."""

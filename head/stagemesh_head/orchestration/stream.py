@@ -67,7 +67,7 @@ class ClientStream:
         self.last_window = -1
         self.is_ended = False
         self.pending_bytes = 0
-        """Bytes of files, sound and tensors that the client has not read."""
+        """Bytes of files, previews, sound and tensors that the client has not read."""
         self._pacer = pacer
         self._frames: list[frame_pb.Frame] = []
         self._dirty: list[TextCursor] = []

@@ -12,7 +12,7 @@ from stagemesh.rpc.errors import MeshError
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh.wire import duration
-from stagemesh_worker.replica.keeper import Keeper
+from stagemesh_worker.replica.keeper import MEDIA_INLINE_BYTES, Keeper
 from stagemesh_worker.replica.outbox import Outbox
 from stagemesh_worker.replica.transfers import Transfers
 
@@ -147,11 +147,11 @@ class SlotSink:
         self._piece(stage_pb.TaskEvent(slot=self.slot, text=delta), 0)
 
     def progress(self, progress: frame_pb.Progress) -> None:
-        """A step was made; costs no credit."""
+        """A step was made; costs no credit. A preview that is too large for a message is left out."""
         if self.finished:
             return
-        if progress.HasField("preview"):
-            progress.preview.CopyFrom(self._keeper.media(self._request_id, progress.preview))
+        if len(progress.preview.data) >= MEDIA_INLINE_BYTES:
+            progress.ClearField("preview")  # kept here it would outlive its use: nobody fetches it, nobody releases it
         self._outbox.add_event(stage_pb.TaskEvent(slot=self.slot, progress=progress), len(progress.preview.data))
 
     def media(self, media: frame_pb.MediaOutput) -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from time import monotonic
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
+from stagemesh.v1 import stage_pb2 as stage_pb
+from stagemesh_head.orchestration import events as ev
 from stagemesh_head.orchestration.pacer import MAX_INTERVAL_S, MIN_INTERVAL_S, WINDOW_S, Pacer
+from stagemesh_head.orchestration.receiver import MAX_PREVIEW_BYTES, TaskReceiver
 from stagemesh_head.orchestration.stream import ClientStream, TextCursor
 from stagemesh_head.orchestration.task import TaskOutput
+from stagemesh_head.registry.rows import ReplicaKey
 
 
 class Paced:
@@ -132,3 +138,20 @@ async def test_the_end_is_the_last_message_and_then_nothing_follows() -> None:
     assert response.sequence == 42
     assert response.HasField("finished")
     assert await stream.next() == []
+
+
+async def test_previews_wait_within_their_own_bound_and_their_steps_are_told_all_the_same() -> None:
+    stream, cursor = ClientStream("r", Pacer()), cursor_of("painter")
+    link: Any = SimpleNamespace(key=ReplicaKey("demo", "painter", 0))
+    events: list[ev.Event] = []
+    task: Any = SimpleNamespace(name="painter", output=cursor.output, skip_media=0)
+    receiver = TaskReceiver(task, link, events.append, stream=stream, cursor=cursor, feeds_stream=False)
+    preview = frame_pb.MediaOutput(data=bytes(MAX_PREVIEW_BYTES // 4))
+    for step in range(1, 9):
+        progress = frame_pb.Progress(step=step, total_steps=8, preview=preview)
+        receiver.on_event("progress", stage_pb.TaskEvent(progress=progress))
+    assert stream.pending_bytes == MAX_PREVIEW_BYTES
+    told = [response.frame.progress for response in await stream.next()]
+    assert [progress.step for progress in told] == list(range(1, 9))
+    assert [progress.HasField("preview") for progress in told] == [True] * 4 + [False] * 4
+    assert (events, stream.pending_bytes) == ([], 0), "no slow reader fails for want of previews"

@@ -17,6 +17,7 @@ from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh.v1 import tensor_pb2 as tensor_pb
 from stagemesh_worker.replica import outbox
+from stagemesh_worker.replica.keeper import MEDIA_INLINE_BYTES
 from stagemesh_worker.replica.outbox import HIGH_WATER_UNITS, MESSAGE_BYTES, Outbox
 from stagemesh_worker.replica.sink import SlotSink
 
@@ -134,6 +135,15 @@ async def test_tokens_beyond_the_credit_wait_and_text_goes_with_the_last(box: Bo
     sink.grant(1)
     assert await box.drain() == [(1, [3]), (1, "finished")]
     assert [list(message.columns.texts) for message in box.messages] == [[""], ["one two three "]]
+
+
+async def test_preview_too_large_for_a_message_is_left_out(box: Box) -> None:
+    sink = box.sink()
+    for size in (MEDIA_INLINE_BYTES - 1, MEDIA_INLINE_BYTES):
+        sink.progress(frame_pb.Progress(step=1, preview=frame_pb.MediaOutput(data=bytes(size))))
+    await box.drain()
+    previews = [event.progress.HasField("preview") for message in box.messages for event in message.events]
+    assert previews == [True, False]
 
 
 async def test_progress_costs_no_credit(box: Box) -> None:
