@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from stagemesh.rpc.errors import Reason
 from stagemesh.v1 import stage_pb2 as stage_pb
+from stagemesh.v1 import tensor_pb2 as tensor_pb
+from stagemesh_head.links.release import TensorReleaser
 from stagemesh_head.orchestration.edges import WINDOW_UNITS
-from tests.mesh.harness import cluster, eventually, llm
+from tests.mesh.harness import Cluster, cluster, eventually, llm
 from tests.mesh.scripted_stage import WAIT_S, ScriptedTask
 
 THINKER = {"name": "thinker", "stage_type": "llm"}
@@ -218,3 +222,68 @@ async def test_a_consumer_reads_two_producers_as_they_go(tmp_path: Path) -> None
         assert (await next_append(speech)).last
         speech.finish()
         await call.rest()
+
+
+def pieces_of(mesh: Cluster, request_id: str, stage: str) -> list[str]:
+    """What the head has of a stage's tensors, by key; empty where it let go of one."""
+    output = mesh.gateway.orchestrator._runs[request_id].machine.tasks[stage].output
+    return [piece.tensor.value.ref.key for piece in output.pieces]
+
+
+def send_tensor(task: ScriptedTask, key: str) -> None:
+    task.tensor("hidden", tensor_pb.TensorRef(endpoint="127.0.0.1:1", key=key, dtype="float32", shape=[4]))
+
+
+async def test_tensors_of_a_stream_are_let_go_of_as_a_reader_that_cannot_begin_anew_reads_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[str] = []
+    monkeypatch.setattr(TensorReleaser, "release", lambda _, refs, after_s: released.extend(r.key for r in refs))
+    async with cluster(tmp_path, CHAIN) as mesh:
+        thinker, talker = await mesh.add("thinker"), await mesh.add("talker")
+        call = mesh.generate(request_id="r")
+        thought = await thinker.next_task()
+        send_tensor(thought, "k0")
+        speech = await talker.next_task()
+        speech.started()
+        for key in ("k1", "k2", "k3"):
+            send_tensor(thought, key)
+            await next_append(speech)
+        speech.took(1)
+        await eventually(lambda: thought.grants.qsize() == 2)
+        # Nothing was delivered yet: a lost talker would want all of it again.
+        assert (pieces_of(mesh, "r", "thinker"), released) == (["k0", "k1", "k2", "k3"], [])
+        speech.media(b"sound")
+        speech.text(text="said")
+        speech.took(1)
+        # It says that it takes k2 before it reads it.
+        await eventually(lambda: pieces_of(mesh, "r", "thinker") == ["", "", "k2", "k3"])
+        assert released == ["k0", "k1"]
+        thought.finish()
+        speech.finish()
+        await call.rest()
+        await mesh.quiet()
+        assert released == ["k0", "k1", "k2", "k3"], "each of them once"
+
+
+async def test_tensors_of_a_stream_are_kept_for_a_reader_that_could_begin_anew(tmp_path: Path) -> None:
+    async with cluster(tmp_path, CHAIN) as mesh:
+        thinker = await mesh.add("thinker")
+        talkers = [await mesh.add("talker", replica_id) for replica_id in range(2)]
+        call = mesh.generate(request_id="r", sampling=GREEDY)
+        thought = await thinker.next_task()
+        send_tensor(thought, "k0")
+        await eventually(lambda: any(t.has_arrivals for t in talkers))
+        first = next(t for t in talkers if t.has_arrivals)
+        speech = await first.next_task()
+        speech.started()
+        send_tensor(thought, "k1")
+        await next_append(speech)
+        speech.tokens([7], "A")
+        speech.took(1)
+        await eventually(lambda: thought.grants.qsize() == 2)
+        await first.crash()
+        again = await next(t for t in talkers if t is not first).next_task()
+        assert [t.value.ref.key for i in again.submit.inputs for t in i.tensors] == ["k0", "k1"]
+        call.cancel()
+        await mesh.quiet()

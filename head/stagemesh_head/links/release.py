@@ -8,6 +8,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import count
+from math import ceil
 from time import monotonic
 
 import grpc
@@ -19,8 +20,8 @@ from stagemesh.v1 import tensor_pb2_grpc as tensor_rpc
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 5.0
-COALESCE_S = 0.05
-"""Releases of requests that end close to each other travel together."""
+COALESCE_S = 0.1
+"""What is due within the same such time travels together: a stream's tensors are due one by one."""
 TRIES = 4
 RETRY_S = 2.0
 """Before the second try, and twice as long before each further one. A busy replica answers late; its sweep comes only
@@ -42,7 +43,7 @@ class TensorReleaser:
 
     def release(self, references: Iterable[tensor_pb.TensorRef], after_s: float) -> None:
         """Have tensors dropped by their owners, `after_s` seconds from now."""
-        due = monotonic() + max(after_s, COALESCE_S)
+        due = ceil((monotonic() + after_s) / COALESCE_S) * COALESCE_S
         for reference in references:
             self._push(due, reference.endpoint, reference.key, 1)
         self._wake.set()

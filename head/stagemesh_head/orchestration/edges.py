@@ -29,6 +29,8 @@ class StreamEdge:
         "is_opened",
         "pieces",
         "producer",
+        "read",
+        "sent",
         "taken",
         "texts",
         "tokens",
@@ -47,7 +49,11 @@ class StreamEdge:
         self.closed = False
         self.is_opened = False
         """The consumer's engine began, with the chunk that came along with the submission."""
-        self.in_flight: deque[int] = deque()
+        self.in_flight: deque[tuple[int, int]] = deque()
+        """Units of each chunk on its way, and how many pieces were sent with it and before."""
+        self.read = self.sent = 0
+        """Pieces that the consumer has brought to itself for sure, and those of all chunks it took: it says that it
+        takes a chunk before it brings what that refers to."""
 
     def restart(self) -> None:
         """The producer starts anew too: nothing of it counts as taken."""
@@ -71,13 +77,15 @@ class StreamEdge:
         self.pieces += len(pieces)
         self.deltas = len(output.deltas)
         self.closed = is_done
-        self.in_flight.append(len(token_ids) + len(pieces) + unread)
+        self.in_flight.append((len(token_ids) + len(pieces) + unread, self.pieces))
         return chunk
 
     def take(self, chunks: int) -> None:
         """The consumer's engine took that many chunks."""
         for _ in range(min(chunks, len(self.in_flight))):
-            self.taken += self.in_flight.popleft()
+            self.read = self.sent
+            units, self.sent = self.in_flight.popleft()
+            self.taken += units
 
     @property
     def allowed(self) -> int:
@@ -144,6 +152,19 @@ class StreamEdges:
             count = min(chunks, len(edge.in_flight))
             edge.take(count)
             chunks -= count
+
+    def producers(self, consumer: Task) -> list[Task]:
+        """The tasks that a consumer reads as streams."""
+        return [edge.producer for edge in self.into.get(consumer.name, ())]
+
+    def read_by_all(self, producer: Task) -> int:
+        """How many of a producer's first pieces no consumer has still to bring to itself."""
+        read = len(producer.output.pieces)
+        for edge in self.out_of[producer.name]:
+            if edge.consumer.state is not TaskState.DONE:
+                # With several producers it is not known whose chunk was taken.
+                read = min(read, edge.read if len(self.into[edge.consumer.name]) == 1 else 0)
+        return read
 
     def new_credit(self, consumer: Task) -> Iterator[tuple[Task, int]]:
         """Running producers of a consumer, and the units they may send beyond what they were granted."""

@@ -11,6 +11,7 @@ from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import inference_pb2 as inference_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
+from stagemesh.v1 import tensor_pb2 as tensor_pb
 from stagemesh_head.orchestration.plan import Companion
 
 # ------------------------------------------------------------------ events
@@ -222,6 +223,13 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
+class ReleaseTensors:
+    """Have replicas drop what nobody needs any more."""
+
+    references: Sequence[tensor_pb.TensorRef]
+
+
+@dataclass(frozen=True, slots=True)
 class AbortTask:
     """Stop a task on its replica; answered by its terminal event."""
 
@@ -252,5 +260,16 @@ class End:
 
 
 Command = (
-    Expand | AwaitCompanions | Bind | CancelBind | Submit | Feed | Grant | AbortTask | Release | DeliverFinished | End
+    Expand
+    | AwaitCompanions
+    | Bind
+    | CancelBind
+    | Submit
+    | Feed
+    | Grant
+    | ReleaseTensors
+    | AbortTask
+    | Release
+    | DeliverFinished
+    | End
 )

@@ -43,8 +43,7 @@ class Losses:
         """Whether and how a task that lost its replica because of `error` goes on; notes it in `task.recovery`."""
         self._first_at = now if self._first_at is None else self._first_at
         has_time = now - self._first_at <= self._limits.max_total_s
-        exact_only = self._plan.request.recovery_policy == inference_pb.RECOVERY_POLICY_EXACT_OR_FAIL
-        mode = mode_after_loss(task, is_delivered=self.is_delivered(task), exact_or_fail=exact_only)
+        mode = self._mode(task)
         if mode is None or task.attempt >= self._limits.max_attempts or not has_time:
             return self._fails(task, error)
         consumers: list[Task] = []
@@ -55,6 +54,15 @@ class Losses:
         if SEVERITY[mode.value] > SEVERITY[task.recovery]:
             task.recovery = mode.value
         return Survives(mode is ResumeMode.RESTARTED, tuple(consumers))
+
+    def can_go_on(self, task: Task) -> bool:
+        """Whether a running task would go on elsewhere after a loss, as far as its output tells."""
+        mode = self._mode(task)
+        return mode is not None and (mode is not ResumeMode.RESTARTED or self._collect(task, []) is None)
+
+    def _mode(self, task: Task) -> ResumeMode | None:
+        exact_only = self._plan.request.recovery_policy == inference_pb.RECOVERY_POLICY_EXACT_OR_FAIL
+        return mode_after_loss(task, is_delivered=self.is_delivered(task), exact_or_fail=exact_only)
 
     def is_delivered(self, task: Task) -> bool:
         """Whether the client may have some of the task's output, or its end."""

@@ -210,10 +210,27 @@ class RequestMachine(Ending):
         task = self.tasks[event.task]
         self._edges.take(task, event.chunks)
         self._grant_producers(task)
+        self._let_go_of_input(task)
 
     def _grant_producers(self, consumer: Task) -> None:
         for producer, units in self._edges.new_credit(consumer):
             self._out.append(ev.Grant(producer.name, units))
+
+    def _let_go_of_input(self, consumer: Task) -> None:
+        """Drop pieces that all readers of a stream have, once none can begin anew: else they pile up to the end."""
+        for producer in self._edges.producers(consumer):
+            count = self._edges.read_by_all(producer)
+            if count <= producer.output.let_go or producer.planned.is_output:
+                continue
+            if any(self._may_read_again(self.tasks[name]) for name in producer.planned.consumers):
+                continue
+            if references := producer.output.let_go_of(count):
+                self._out.append(ev.ReleaseTensors(references))
+
+    def _may_read_again(self, task: Task) -> bool:
+        if task.state is TaskState.DONE:
+            return False
+        return not task.planned.reads_stream or not task.is_live or self._losses.can_go_on(task)
 
     # -- ending a task ----------------------------------------------------------
     def _finished(self, event: ev.Finished) -> None:
@@ -235,6 +252,7 @@ class RequestMachine(Ending):
             self._out.append(ev.DeliverFinished(task.name))
         self._feed_consumers(task)
         self._grant_producers(task)
+        self._let_go_of_input(task)
         if self._companions.late(task):
             self._out.append(ev.AwaitCompanions(self._companions.limit_s))
         if self._all_outputs_done:

@@ -213,6 +213,8 @@ class RequestRun:
             case ev.Grant():
                 receiver = self._receivers[command.task]
                 receiver.link.grant(receiver.slot, command.units)
+            case ev.ReleaseTensors():
+                self._around.releaser.release(command.references, 0.0)
             case ev.AbortTask():
                 receiver = self._receivers[command.task]
                 receiver.link.abort(receiver.slot, command.reason)

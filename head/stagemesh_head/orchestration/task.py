@@ -30,7 +30,7 @@ OVER = frozenset({TaskState.DONE, TaskState.FAILED, TaskState.ABORTED})
 class TaskOutput:
     """All that a stage has sent, in the form in which it is forwarded, fed to later stages and replayed."""
 
-    __slots__ = ("_abandoned", "deltas", "pieces", "texts", "token_ids")
+    __slots__ = ("_abandoned", "deltas", "let_go", "pieces", "texts", "token_ids")
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -41,6 +41,8 @@ class TaskOutput:
         """Text that came with log-probabilities or of several completions; what is of completion 0 is also above."""
         self.pieces: list[frame_pb.Frame] = []
         """Media, sound and tensors, in order."""
+        self.let_go = 0
+        """So many of them, from the first, are empty by now: nobody needs them again."""
         self._abandoned: list[tensor_pb.TensorRef] = []
         """Tensors of earlier starts."""
 
@@ -58,9 +60,17 @@ class TaskOutput:
         """Tensors that their producers keep for it, those of earlier starts too."""
         return [*self._abandoned, *(ref for frame in self.pieces if (ref := reference_in(frame)) is not None)]
 
+    def let_go_of(self, count: int) -> list[tensor_pb.TensorRef]:
+        """Empty the first `count` pieces, which keep their places; returns what their producers kept for them."""
+        gone = self.pieces[self.let_go : count]
+        self.pieces[self.let_go : count] = [frame_pb.Frame() for _ in gone]
+        self.let_go = max(count, self.let_go)
+        return [ref for frame in gone if (ref := reference_in(frame)) is not None]
+
     def clear(self) -> None:
         """Forget all, for a new start."""
         self._abandoned = self.references()
+        self.let_go = 0
         for parts in (self.token_ids, self.texts, self.deltas, self.pieces):
             parts.clear()
 
