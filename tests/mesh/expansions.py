@@ -45,6 +45,10 @@ def of_its_kind(prompt: prompt_pb.Prompt, params: sampling_pb.SamplingParams) ->
             raise asyncio.CancelledError("of its own")
         case "end of the process":
             sys.exit(3)
+        case "strange words":
+            raise OSError("no file a\udcff.txt")
+        case "strange role":
+            return [{**good, "role": "a\udcff"}]
         case "nothing":
             return None
         case "no mapping":

@@ -136,9 +136,9 @@ class MeshError(Exception):
     ) -> None:
         self.reason = reason
         self.kind = CATALOGUE[reason]
-        self.message = (message or self.kind.text)[:MAX_MESSAGE_CHARS]
+        self.message = _sendable(message or self.kind.text)
         self.retry_delay_s = retry_delay_s if retry_delay_s is not None else self.kind.retry_delay_s
-        self.metadata = {key: str(value)[:MAX_MESSAGE_CHARS] for key, value in metadata.items()}
+        self.metadata = {key: _sendable(str(value)) for key, value in metadata.items()}
         super().__init__(self.message)
 
     @property
@@ -211,6 +211,11 @@ def invalid(field: str, value: object, problem: str) -> MeshError:
     if len(shown) > 80:
         shown = shown[:77] + "..."
     return MeshError(Reason.INVALID_REQUEST, f"{field}: {shown}: {problem}", field=field, value=shown)
+
+
+def _sendable(text: str) -> str:
+    """As UTF-8 can have it: a file's name in an OSError may hold half a surrogate pair, and its error must arrive."""
+    return text.encode("utf-8", "backslashreplace").decode()[:MAX_MESSAGE_CHARS]
 
 
 def _pack(status: status_pb2.Status, detail: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> None:

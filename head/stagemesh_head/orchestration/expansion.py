@@ -102,8 +102,8 @@ class Expander:
         suffix, role, overrides = item["suffix"], item["role"], item.get("overrides") or {}
         if not isinstance(suffix, str) or not SUFFIX.fullmatch(suffix):
             raise ValueError(f"{at}.suffix: {suffix!r:.80}: must be 1 to 32 characters of A-Z a-z 0-9 . _ : -")
-        if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE_CHARS:
-            raise ValueError(f"{at}.role: {role!r:.80}: must be a text of 1 to {MAX_ROLE_CHARS} characters")
+        if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE_CHARS or not role.isprintable():
+            raise ValueError(f"{at}.role: {role!a:.80}: must be a text of 1 to {MAX_ROLE_CHARS} printable characters")
         if not isinstance(overrides, Mapping):
             raise ValueError(f"{at}.overrides: {overrides!r:.80}: want a mapping of sampling parameters")
         prompt = self._to_prompt(item["prompt"])
