@@ -48,16 +48,17 @@ async def test_the_async_client_does_the_same(head: Head) -> None:
 
 
 async def test_a_failing_prompt_ends_the_request_with_its_own_error(head: Head) -> None:
-    scripted = head(whole_answer)
+    scripted, answered = head(whole_answer), asyncio.Event()
 
     async def chunks() -> AsyncIterator[str]:
         yield "one"
+        await answered.wait()  # so that the head has the call
         raise LookupError("the microphone is gone")
 
     async with AsyncClient(scripted.address) as client:
         with pytest.raises(LookupError, match="microphone"):
             async for _ in client.generate_interactive(chunks()):
-                pass
+                answered.set()
     assert await asyncio.to_thread(scripted.cancelled.wait, 5)
 
 
