@@ -55,6 +55,7 @@ __all__ = [
     "TextDelta",
     "Timings",
     "TopLogprobs",
+    "Transfer",
     "Unavailable",
     "Unreachable",
     "Unsupported",

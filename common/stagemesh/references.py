@@ -1,4 +1,4 @@
-"""Which tensor a frame or a task's event refers to."""
+"""Which tensor a frame or a task's event refers to, and how large a frame's bytes are, wherever they are."""
 
 from __future__ import annotations
 
@@ -17,3 +17,13 @@ def reference_in(message: frame_pb.Frame | stage_pb.TaskEvent) -> tensor_pb.Tens
     if message.HasField("tensor") and message.tensor.value.HasField("ref"):
         return message.tensor.value.ref
     return None
+
+
+def size_of(frame: frame_pb.Frame) -> int:
+    """Bytes of a frame's file, sound or tensor; 0 for any other."""
+    if (reference := reference_in(frame)) is not None:
+        return reference.size_bytes
+    if frame.HasField("media"):
+        return len(frame.media.data)
+    value = frame.audio_chunk.samples if frame.HasField("audio_chunk") else frame.tensor.value
+    return len(value.inline.data)

@@ -19,16 +19,15 @@ import grpc
 from stagemesh.config import Pipeline
 from stagemesh.launch.ready_file import write_ready_file
 from stagemesh.rpc.health import Health
-from stagemesh.rpc.security import Security
 from stagemesh.rpc.server import bind, create_server
 from stagemesh.telemetry.tracing import make_tracer
 from stagemesh.v1 import admin_pb2_grpc as admin_rpc
 from stagemesh.v1 import registry_pb2_grpc as registry_rpc
 from stagemesh_head.follower import Follower
 from stagemesh_head.gateway import Gateway
-from stagemesh_head.metrics import HeadMetrics
+from stagemesh_head.metrics.exporter import Exporter
 from stagemesh_head.orchestration.recovery import RecoveryLimits
-from stagemesh_head.processes import end_with_parent, gateway_command
+from stagemesh_head.processes import end_with_parent, gateway_command, nth_port
 from stagemesh_head.registry.registry import Registry
 from stagemesh_head.registry.settings import RegistrySettings
 from stagemesh_head.registry.state import StageKey
@@ -60,7 +59,7 @@ class HeadSettings:
     gateway_listen: str = "127.0.0.1:8480"
     """Where they listen, all on one port."""
     metrics_listen: str | None = None
-    """host:port of a Prometheus endpoint; None: no metrics."""
+    """host:port of a Prometheus endpoint, gateways' on the ports after it; None: no metrics."""
     drain_timeout_s: float = 30.0
     """Time that requests in flight have when the head is told to stop."""
     call_methods: tuple[str, ...] = ()
@@ -89,8 +88,9 @@ class Head:
             target=lambda pipeline, stage: self.registry.machine.state.stages[StageKey(pipeline, stage)].target,
         )
         self._servers: list[tuple[grpc.aio.Server, Health]] = []
-        self._metrics = HeadMetrics(pipelines, self.registry, self.gateway) if settings.metrics_listen else None
-        self._lag_watch: asyncio.Task[None] | None = None
+        self._exporter = (
+            Exporter(pipelines, self.gateway, self.registry, self.registry) if settings.metrics_listen else None
+        )
         self._gateways: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -115,10 +115,8 @@ class Head:
             server = create_server()
             registry_rpc.add_RegistryServiceServicer_to_server(RegistryServicer(self.registry), server)
             registry_address = await self._serve(server, REGISTRY_SERVICES, self.settings.registry_listen)
-        if self._metrics is not None and self.settings.metrics_listen is not None:
-            Security.from_environment().check_bind(self.settings.metrics_listen.rpartition(":")[0])
-            log.info("serving metrics on port %d", self._metrics.serve(self.settings.metrics_listen))
-            self._lag_watch = asyncio.create_task(self._metrics.watch_lag(), name="event loop lag")
+        if self._exporter is not None and self.settings.metrics_listen is not None:
+            self._exporter.start(self.settings.metrics_listen)
         if self.settings.gateways:
             await self._start_gateways(registry_address)
         if self.settings.ready_file is not None:
@@ -126,9 +124,10 @@ class Head:
 
     async def _start_gateways(self, registry_address: str) -> None:
         settings = self.settings
-        command = gateway_command(
-            registry_address, settings.gateway_listen, settings.drain_timeout_s, "--processes", str(settings.gateways)
-        )
+        further = ["--processes", str(settings.gateways)]
+        if settings.metrics_listen is not None:
+            further += ["--metrics-listen", nth_port(settings.metrics_listen, 1)]
+        command = gateway_command(registry_address, settings.gateway_listen, settings.drain_timeout_s, *further)
         self._gateways = await asyncio.create_subprocess_exec(*command, preexec_fn=end_with_parent)
         log.info("%d gateways serving on %s", settings.gateways, settings.gateway_listen)
 
@@ -155,9 +154,8 @@ class Head:
 
     async def stop(self) -> None:
         """Stop serving, at once for what still runs."""
-        if self._metrics is not None and self._lag_watch is not None:
-            self._lag_watch.cancel()
-            self._metrics.close()
+        if self._exporter is not None:
+            self._exporter.close()
         if self._gateways is not None and self._gateways.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._gateways.terminate()
@@ -181,6 +179,7 @@ class GatewaySettings:
     head: str
     listen: str = "127.0.0.1:8480"
     ready_file: Path | None = None
+    metrics_listen: str | None = None
     drain_timeout_s: float = 30.0
     shares_port: bool = False
     """Other processes listen on the same port; the kernel spreads connections over them."""
@@ -195,6 +194,7 @@ class StandaloneGateway:
         self._tracer = make_tracer("gateway")
         self._follower = Follower(settings.head)
         self._gateway: Gateway | None = None
+        self._exporter: Exporter | None = None
         self._server: grpc.aio.Server | None = None
         self._health: Health | None = None
 
@@ -210,6 +210,9 @@ class StandaloneGateway:
             tracer=self._tracer,
         )
         gateway.start()
+        if self.settings.metrics_listen is not None:
+            self._exporter = Exporter(self._follower.pipelines, gateway, self._follower)
+            self._exporter.start(self.settings.metrics_listen)
         self._server = create_server(options=[("grpc.so_reuseport", int(self.settings.shares_port))])
         gateway.add_to(self._server)
         self._health = Health(self._server, CLIENT_SERVICES[:1])
@@ -230,6 +233,8 @@ class StandaloneGateway:
 
     async def stop(self) -> None:
         """Stop serving, at once for what still runs."""
+        if self._exporter is not None:
+            self._exporter.close()
         await self._follower.stop()
         if self._gateway is not None:
             await self._gateway.stop()

@@ -62,7 +62,9 @@ def head(
     metrics_listen: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST:PORT", help="Serve Prometheus metrics at /metrics here.", rich_help_panel="Addresses"
+            metavar="HOST:PORT",
+            help="Serve Prometheus metrics at /metrics here; those of --gateways on the ports after it.",
+            rich_help_panel="Addresses",
         ),
     ] = None,
     ready_file: Annotated[
@@ -202,6 +204,13 @@ def gateway(
     ready_file: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Written with HOST:PORT once it serves.")
     ] = None,
+    metrics_listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Serve Prometheus metrics at /metrics here; those of further --processes on the ports after it.",
+        ),
+    ] = None,
     drain_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="Time that running requests have at the end.")
     ] = 30.0,
@@ -221,12 +230,17 @@ def gateway(
 
     start_logging("gateway", log_level, log_json)
     ask_for_traces(otlp_endpoint)
-    if processes > 1:
-        raise typer.Exit(run_sharing_a_port(head, listen, processes, drain_timeout, ready_file))
     settings = GatewaySettings(
-        head=head, listen=listen, ready_file=ready_file, drain_timeout_s=drain_timeout, shares_port=shares_port
+        head=head,
+        listen=listen,
+        ready_file=ready_file,
+        metrics_listen=metrics_listen,
+        drain_timeout_s=drain_timeout,
+        shares_port=shares_port,
     )
     try:
+        if processes > 1:
+            raise typer.Exit(run_sharing_a_port(head, listen, processes, drain_timeout, ready_file, metrics_listen))
         run(serve_gateway(settings))
     except ValueError as error:
         raise _told(error) from error

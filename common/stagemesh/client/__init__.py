@@ -32,6 +32,7 @@ from stagemesh.client.frames import (
     TextDelta,
     Timings,
     TopLogprobs,
+    Transfer,
     Usage,
     Video,
 )
@@ -74,6 +75,7 @@ __all__ = [
     "TextDelta",
     "Timings",
     "TopLogprobs",
+    "Transfer",
     "Unavailable",
     "Unreachable",
     "Unsupported",

@@ -24,6 +24,7 @@ from stagemesh.client.frames import (
     TextDelta,
     Timings,
     TopLogprobs,
+    Transfer,
     Usage,
     Video,
 )
@@ -179,6 +180,14 @@ def _stage_finished(finished: frame_pb.StageFinished, common: Mapping[str, Any])
         replicas=tuple(replica.replica_id for replica in finished.replicas),
         recovery=finished.recovery,
         extra=MappingProxyType(json_format.MessageToDict(finished.extra)),
+        transfers=tuple(
+            Transfer(
+                source=moved.source,
+                size_bytes=moved.size_bytes,
+                duration_s=moved.duration.ToNanoseconds() / 1e9,
+            )
+            for moved in finished.transfers
+        ),
     )
 
 

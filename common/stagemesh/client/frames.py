@@ -225,6 +225,18 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """What it cost to bring a stage the output of one before it."""
+
+    source: str
+    """The stage that made it."""
+    size_bytes: int
+    """Of its text, tokens, files and tensors."""
+    duration_s: float
+    """Until all of it was there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageFinished(Frame):
     """A stage is done with the request."""
 
@@ -238,6 +250,8 @@ class StageFinished(Frame):
     recovery: str = ""
     """How a lost replica was survived: "" (none was lost), exact, continued or restarted."""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    transfers: tuple[Transfer, ...] = ()
+    """From each stage before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from stagemesh.addresses import host_and_port
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.rpc.options import SERVER_OPTIONS
 from stagemesh.rpc.security import Role, Security, SecurityError, TokenBook
@@ -52,9 +53,7 @@ def bind(server: grpc.aio.Server, address: str, security: Security | None = None
         OSError: the address cannot be bound.
     """
     security = security or Security.from_environment()
-    host, separator, port = address.rpartition(":")
-    if not separator or not port.isdecimal():
-        raise ValueError(f"address {address!r}: want HOST:PORT, such as 127.0.0.1:8470")
+    host, _ = host_and_port(address)
     security.check_bind(host)
     try:
         if security.serves_tls:

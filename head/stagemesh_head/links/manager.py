@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 from stagemesh_head.links.link import Link
@@ -26,6 +27,8 @@ class LinkManager:
         self._listener = listener
         self._links: dict[ReplicaKey, Link] = {}
         self._rows: dict[ReplicaKey, ReplicaRow] = {}
+        self.opened: Counter[ReplicaKey] = Counter()
+        """How often a replica's link opened, by slot: to one process again, or to the next one in the slot."""
         self._closing: set[asyncio.Task[None]] = set()
         self._unsubscribe: Callable[[], None] | None = None
 
@@ -53,6 +56,7 @@ class LinkManager:
         link = self._links.get(key)
         if row is None:
             self._rows.pop(key, None)
+            self.opened.pop(key, None)
             if link is not None:
                 self._drop(key, "it is gone")
         else:
@@ -73,6 +77,8 @@ class LinkManager:
         log.info("link %s is %s: %s", link.key, "up" if link.is_up else "down", reason)
         if self._links.get(link.key) is not link:
             return  # an older process's link; its replica is no longer in the pools
+        if link.is_up:
+            self.opened[link.key] += 1
         self._listener(link.key, self._rows.get(link.key), link)
         self._membership.link_changed(link.key, link.incarnation, link.is_up, reason)
 

@@ -83,12 +83,15 @@ class Ending:
 
     def _release(self, task: Task) -> None:
         task.is_bound = False
-        task.is_aborting = False
+        if task.is_aborting:
+            task.times.abort_s = self._now - task.times.abort_at
+            task.is_aborting = False
         self._out.append(ev.Release(task.name))
 
     def _abort_task(self, task: Task, reason: str) -> None:
         if not task.is_aborting:
             task.is_aborting = True
+            task.times.abort_at = self._now
             self._out.append(ev.AbortTask(task.name, reason))
 
     def _end_when_stopped(self) -> None:

@@ -174,8 +174,7 @@ class RequestMachine(Ending):
     # -- running ----------------------------------------------------------------
     def _engine_started(self, event: ev.Started) -> None:
         task = self.tasks[event.task]
-        task.times.engine_queue_s += event.engine_queue_s
-        task.times.transfer_s += event.transfer_s
+        task.begin(event.engine_queue_s, event.transfer_s, self._now)
         self._open_edges(task)
 
     def _open_edges(self, task: Task) -> None:

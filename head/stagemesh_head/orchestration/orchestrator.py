@@ -73,6 +73,8 @@ class Orchestrator:
         self._around = Surroundings(pools, Pacer(), recovery or RecoveryLimits(), TensorReleaser(), self._expanders)
         self.on_ended: Callable[[RequestRun], None] | None = None
         """Called with every request that was admitted and whose stream has its end."""
+        self.on_quiet: Callable[[RequestRun], None] | None = None
+        """Called with each of these once no replica can be at work for it any more, which may be later."""
         self._runs: dict[str, RequestRun] = {}
         self._places: dict[str, Place] = {}
         self._progress_timeout_s = progress_timeout_s
@@ -155,7 +157,7 @@ class Orchestrator:
         plan = planner.plan(request, trace, is_interactive=is_interactive)
         left = planner.pipeline.limits.request_timeout if time_left_s is None else time_left_s
         deadline = None if left is None else monotonic() + left
-        run = RequestRun(plan, self._around, deadline=deadline, ended=self._ended, trace=spans)
+        run = RequestRun(plan, self._around, deadline=deadline, ended=self._ended, quiet=self._is_quiet, trace=spans)
         try:
             place = self.admissions[planner.pipeline.name].enter(run.start, client)
         except MeshError:
@@ -196,6 +198,10 @@ class Orchestrator:
                 if not waiter.done():
                     waiter.set_result(None)
             self._idle_waiters.clear()
+
+    def _is_quiet(self, run: RequestRun) -> None:
+        if self.on_quiet is not None:
+            self.on_quiet(run)
 
     def _planner(self, name: str) -> Planner:
         return self._planners[pipeline_named(name, self._planners)]

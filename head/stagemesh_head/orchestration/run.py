@@ -62,15 +62,21 @@ class RequestRun:
         *,
         deadline: float | None,
         ended: Callable[[RequestRun], None],
+        quiet: Callable[[RequestRun], None],
         trace: RequestTrace | None = None,
     ) -> None:
-        """Args: deadline: on the monotonic clock. ended: called once, when the client's stream has its end."""
+        """Args:
+            deadline: on the monotonic clock.
+            ended: called once, when the client's stream has its end.
+            quiet: called once, at the same time or later, when no replica can be at work for it any more.
+        """
         self.plan = plan
         self.started_at = monotonic()
         self.machine = RequestMachine(plan, self.started_at, deadline=deadline, limits=around.recovery)
         self.stream = ClientStream(plan.request_id, around.pacer, sequence=plan.request.resume.sequence)
         self._around = around
         self._ended = ended
+        self._quiet = quiet
         self._trace = trace
         self._hint = hint_of(plan)
         self._cursors = {
@@ -84,7 +90,7 @@ class RequestRun:
         self._events: deque[ev.Event] = deque()
         self._is_applying = False
         self._is_admitted = False
-        self._are_tensors_released = False
+        self._is_settled = False
         self._prompt_bytes = plan.request.prompt.ByteSize() if plan.is_interactive else 0
         self._quiet_waiters: list[asyncio.Future[None]] = []
         self._expansion: asyncio.Task[None] | None = None
@@ -293,12 +299,13 @@ class RequestRun:
     def _became_quiet(self) -> None:
         """It ended and no replica is at work for it."""
         self._wake_quiet_waiters()
-        if self._are_tensors_released:
+        if self._is_settled:
             return
-        self._are_tensors_released = True
+        self._is_settled = True
         for task in self.machine.tasks.values():
             if references := task.output.references():
                 self._around.releaser.release(references, FETCH_GRACE_S if task.planned.is_output else 0.0)
+        self._quiet(self)
 
     # -- towards the client -------------------------------------------------------
     def _deliver_finished(self, name: str) -> None:

@@ -86,6 +86,13 @@ class Times:
     done_at: float = 0.0
     engine_queue_s: float = 0.0
     transfer_s: float = 0.0
+    began_at: float = 0.0
+    """When the engine began with the last attempt; 0: it has not."""
+    last_engine_queue_s: float = 0.0
+    """Of the last attempt alone."""
+    abort_at: float = 0.0
+    abort_s: float | None = None
+    """From the last abort until the replica let go of the task."""
 
 
 @dataclass(slots=True, eq=False)
@@ -139,6 +146,7 @@ class Task:
         self.attempt += 1
         self.is_binding = True
         self.times.waiting_since = now
+        self.times.began_at = 0.0
 
     def bind(self, replica: replica_pb.ReplicaRef, identity: tuple[int, str, int], now: float) -> None:
         """A replica was found."""
@@ -150,6 +158,13 @@ class Task:
         """The replica has the task from now on."""
         self.state = TaskState.SUBMITTED
         self.times.submitted_at = self.times.submitted_at or now
+
+    def begin(self, engine_queue_s: float, transfer_s: float, now: float) -> None:
+        """The engine has it, after so many seconds of waiting and of bringing inputs inside the replica."""
+        times = self.times
+        times.began_at, times.last_engine_queue_s = now, engine_queue_s
+        times.engine_queue_s += engine_queue_s
+        times.transfer_s += transfer_s
 
     def done(self, now: float) -> None:
         """It ended well."""

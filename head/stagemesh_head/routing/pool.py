@@ -95,7 +95,10 @@ class StagePool:
         self._eligible: list[Member] | None = None
         self._waiting: dict[int, Ticket] = {}
         self._numbers = count(1)
-        self._picks = 0
+        self.picks = 0
+        """How often a replica was found for a task."""
+        self.placed_beside = 0
+        """Of these, how often not by the policy, but to be where another task of the request is."""
 
     # -- membership ---------------------------------------------------------
     def update(self, replica_id: int, row: ReplicaRow | None, link: Link | None) -> None:
@@ -151,10 +154,16 @@ class StagePool:
             eligible = [member for member in eligible if member.replica_id not in lost] or eligible
         if not eligible:
             return None
-        member = next((one for one in eligible if one.identity == beside), None) or self._policy.choose(eligible, hint)
-        assert isinstance(member, Member) and member.link is not None
-        self._picks += 1
-        member.last_pick = self._picks
+        member = next((one for one in eligible if one.identity == beside), None)
+        if member is not None:
+            self.placed_beside += 1
+        else:
+            chosen = self._policy.choose(eligible, hint)
+            assert isinstance(chosen, Member)
+            member = chosen
+        assert member.link is not None
+        self.picks += 1
+        member.last_pick = self.picks
         return Binding(member, member.link)
 
     def wait(self, hint: RouteHint, excluded: Collection[Tried], granted: Callable[[Binding], None]) -> Ticket:

@@ -1,0 +1,1 @@
+"""Prometheus metrics of a process that serves clients: a head or a gateway."""
