@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 DEFAULT_HEAD = "127.0.0.1:8470"
+MAX_PORT = 65_535
 HEAD_VARIABLE = "STAGEMESH_HEAD"
 
 
@@ -16,6 +17,6 @@ def default_head() -> str:
 def host_and_port(address: str) -> tuple[str, int]:
     """The parts of host:port. Raises ValueError when it is none."""
     host, separator, port = address.rpartition(":")
-    if not separator or not port.isdecimal():
+    if not separator or not port.isdecimal() or int(port) > MAX_PORT:
         raise ValueError(f"address {address!r}: want HOST:PORT, such as {DEFAULT_HEAD}")
     return host, int(port)

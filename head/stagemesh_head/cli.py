@@ -186,7 +186,7 @@ def head(
     except OSError as error:
         if error.filename is not None:
             raise
-        raise typer.BadParameter(str(error), param_hint="--listen") from error
+        raise typer.BadParameter(str(error)) from error
 
 
 @with_security(serves=True)
@@ -245,7 +245,7 @@ def gateway(
     except ValueError as error:
         raise _told(error) from error
     except OSError as error:
-        raise typer.BadParameter(str(error), param_hint="--listen") from error
+        raise typer.BadParameter(str(error)) from error
 
 
 def _reserved(reserve: list[str], loaded: list[Any]) -> dict[tuple[str, str], int]:
