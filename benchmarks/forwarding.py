@@ -142,8 +142,13 @@ class Load:
     async def run(self, requests: int, concurrency: int) -> dict[str, Any]:
         """Figures of `requests` requests, so many at a time."""
         limit = asyncio.Semaphore(concurrency)
+        # Paced streams start one after the other over the time that one of them takes: what is asked is what a steady
+        # load is like, not what so many starts at one moment cost.
+        apart_s = self.tokens * self.pace_s / concurrency
 
         async def limited(number: int) -> None:
+            if number < concurrency:
+                await asyncio.sleep(number * apart_s)
             async with limit:
                 await self.one(number)
 
@@ -174,7 +179,9 @@ async def load(
     figures = await target.run(requests, concurrency)
     used = {name: sum(process.cpu_times()[:2]) - before[name] for name, process in watched.items()}
     figures["us_per_token"] = {name: seconds / figures["tokens"] * 1e6 for name, seconds in used.items()}
-    figures["head_core"] = used["head"] / figures["seconds"]
+    # Of a paced run, at the full pace: the first and the last streams run beside fewer others.
+    seconds = figures["tokens"] / (concurrency * pace) if pace else figures["seconds"]
+    figures["head_core"] = used["head"] / seconds
     print(json.dumps(figures), flush=True)
 
 
@@ -261,7 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, help="requests at a time (64; paced: 256; idle: 1)")
     parser.add_argument("--tokens", type=int, default=100, help="tokens of a request")
-    parser.add_argument("--requests", type=int, help="requests of a round of the mesh (2000; paced: 512; idle: 200)")
+    parser.add_argument("--requests", type=int, help="requests of a round of the mesh (2000; paced: 1024; idle: 200)")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of rounds")
     parser.add_argument("--paced", type=float, default=0.0, metavar="RATE", help="tokens a second of each stream")
     parser.add_argument("--idle", action="store_true", help="one request at a time")
@@ -283,7 +290,7 @@ def main() -> None:
             asyncio.run(bare_worker())
         return
     streams = options.streams or (1 if options.idle else 256 if options.paced else 64)
-    requests = options.requests or (200 if options.idle else 2 * streams if options.paced else 2000)
+    requests = options.requests or (200 if options.idle else 4 * streams if options.paced else 2000)
     processes = Processes()
     results: dict[str, list[dict[str, Any]]] = {"bare": [], "mesh": [], "direct": []}
     with tempfile.TemporaryDirectory(prefix="stagemesh-forwarding-") as folder:
