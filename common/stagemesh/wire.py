@@ -19,6 +19,11 @@ MODALITIES: Mapping[str, frame_pb.Modality.ValueType] = {
 """Kinds of output by the names that pipeline files and requests use."""
 
 
+def supported_tasks(output_type: str) -> list[str]:
+    """What a stage with this kind of output does, in the words of its metadata."""
+    return ["speech" if output_type == "audio" else "generate"]
+
+
 def duration(seconds: float) -> duration_pb2.Duration:
     """Seconds as a message; below zero is zero."""
     whole, nanos = divmod(max(round(seconds * 1e9), 0), 1_000_000_000)

@@ -52,7 +52,7 @@ class Gateway:
         self.orchestrator = Orchestrator(
             pipelines, self.pools, recovery=recovery, progress_timeout_s=progress_timeout_s, tracer=tracer
         )
-        self.calls = StageCalls(self.links, call_methods)
+        self.calls = StageCalls(self.links, call_methods, pipelines)
         catalogue = Catalogue(pipelines, self.pools, target)
         self._servicer = InferenceServicer(self.orchestrator, OutputRelay(self.links), catalogue, header)
 

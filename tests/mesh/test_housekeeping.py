@@ -154,6 +154,16 @@ async def test_a_control_call_that_is_not_allowed_reaches_nobody(tmp_path: Path)
         assert caught.value.reason is Reason.METHOD_NOT_ALLOWED
 
 
+async def test_a_control_call_of_the_operators_own_is_allowed_on_the_stage_that_names_it(tmp_path: Path) -> None:
+    async with cluster(tmp_path, [WRITER | {"control_methods": ["warm_up"]}, PAINTER]) as mesh:
+        writer = await mesh.add("writer")
+        await mesh.add("painter")
+        (result,) = await mesh.gateway.calls.call("demo", ["writer"], "warm_up", [], {}, 5.0)
+        assert result.result.string_value == f"warm_up on {writer.incarnation}"
+        with pytest.raises(Exception, match="'warm_up': not allowed"):
+            await mesh.gateway.calls.call("demo", ["painter"], "warm_up", [], {}, 5.0)
+
+
 def test_a_head_serves_within_two_seconds_is_small_and_ends_cleanly(tmp_path: Path) -> None:
     make_pipeline(tmp_path, [WRITER])
     ready = tmp_path / "ready"

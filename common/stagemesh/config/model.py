@@ -147,6 +147,8 @@ class Stage(_Frozen):
     """Start when the inputs are complete, or at their first chunk."""
     lora_modules: dict[str, str] = Field(default_factory=dict)
     """Adapters that requests may ask for: name to path."""
+    control_methods: tuple[Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")], ...] = ()
+    """Methods of its engine that operators may call beyond the usual ones; with vLLM, of a `worker_extension_cls`."""
     limits: StageLimits = StageLimits()
     """Bounds of its requests."""
 

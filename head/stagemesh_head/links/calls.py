@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 from google.protobuf import struct_pb2
 
+from stagemesh.config import Pipeline
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.rpc.options import open_channel
 from stagemesh.v1 import admin_pb2 as admin_pb
@@ -41,9 +42,17 @@ ALLOWED_METHODS = frozenset(
 class StageCalls:
     """Runs a control method on every replica of some stages, side by side."""
 
-    def __init__(self, links: LinkManager, extra_methods: Sequence[str] = ()) -> None:
+    def __init__(
+        self, links: LinkManager, extra_methods: Sequence[str] = (), pipelines: Sequence[Pipeline] = ()
+    ) -> None:
+        """Args: extra_methods: allowed on every stage; those of one stage are in its pipeline."""
         self._links = links
         self._allowed = ALLOWED_METHODS | set(extra_methods)
+        self._of_stage = {
+            (pipeline.name, stage.name): frozenset(stage.control_methods)
+            for pipeline in pipelines
+            for stage in pipeline.stages
+        }
 
     async def call(
         self,
@@ -63,10 +72,11 @@ class StageCalls:
         Raises:
             MeshError: METHOD_NOT_ALLOWED.
         """
-        if method not in self._allowed:
+        allowed = self._allowed.union(*(self._of_stage.get((pipeline, stage), ()) for stage in stages))
+        if method not in allowed:
             raise MeshError(
                 Reason.METHOD_NOT_ALLOWED,
-                f"method: {method!r}: not allowed; methods are {', '.join(sorted(self._allowed))}",
+                f"method: {method!r}: not allowed; methods are {', '.join(sorted(allowed))}",
                 method=method,
             )
         request = stage_pb.CallRequest(method=method)

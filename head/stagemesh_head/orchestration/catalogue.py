@@ -9,12 +9,11 @@ from google.protobuf import json_format
 
 from stagemesh.config import Pipeline, Stage
 from stagemesh.v1 import pipeline_pb2 as pipeline_pb
-from stagemesh.wire import MODALITIES
+from stagemesh.wire import MODALITIES, supported_tasks
 from stagemesh_head.registry.words import pipeline_named
 from stagemesh_head.routing.pools import Pools
 
 _EDGES = {"whole": pipeline_pb.EDGE_MODE_WHOLE, "stream": pipeline_pb.EDGE_MODE_STREAM}
-_TASKS = {"text": "generate", "image": "generate", "video": "generate", "latent": "generate", "audio": "speech"}
 
 
 class Catalogue:
@@ -66,7 +65,7 @@ class Catalogue:
             edge=_EDGES[stage.edge],
             final_output=bool(stage.final_output),
             output_modality=MODALITIES[kind],
-            supported_tasks=[_TASKS[kind]],
+            supported_tasks=supported_tasks(kind),
             target_replicas=self._target(pipeline, stage),
             ready_replicas=self._pools.of(pipeline.name, stage.name).ready,
             max_prompt_bytes=stage.limits.max_prompt_bytes,

@@ -12,7 +12,7 @@ from google.protobuf import json_format
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh.v1 import stage_pb2_grpc as stage_grpc
-from stagemesh.wire import MODALITIES
+from stagemesh.wire import MODALITIES, supported_tasks
 from stagemesh_worker.replica.calls import ControlCalls
 from stagemesh_worker.replica.identity import Identity
 from stagemesh_worker.replica.links import Links
@@ -88,7 +88,7 @@ class StageServicer(stage_grpc.StageServiceServicer):
             pipeline_revision=identity.pipeline_revision,
             engine=engine.name,
             engine_version=engine.version,
-            supported_tasks=["generate"],
+            supported_tasks=supported_tasks(engine.stage.final_output_type),
             call_methods=sorted(self._calls.methods),
             device_ids=list(engine.devices.ids),
             output_modality=MODALITIES[engine.stage.final_output_type],

@@ -38,5 +38,6 @@ async def llama(start_replica: StartReplica, tiny_llama: Path) -> Replica:
         engine="vllm",
         model=str(tiny_llama),
         engine_args={"max_model_len": 256, "max_num_seqs": 64, "enable_prompt_embeds": True},
+        control_methods=["get_supported_tasks"],
     )
     return await replica.ready(START_S)

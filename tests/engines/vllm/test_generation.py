@@ -366,6 +366,8 @@ async def test_control_calls_reach_the_engine(llama: Replica) -> None:
     assert await call("is_paused") is True
     await call("resume")
     assert await call("is_paused") is False
+    # The operator's own, a method of the engine's workers: a result of each.
+    assert await call("get_supported_tasks") == [["generate"]]
     for method, args, reason in (
         ("shutdown", (), Reason.METHOD_NOT_ALLOWED),
         ("collective_rpc", ("exec",), Reason.METHOD_NOT_ALLOWED),

@@ -26,7 +26,12 @@ async def call(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Run one of `METHODS`. Raises TypeError for arguments it does not take, MeshError, or what the engine raises."""
+    """Run one of `METHODS`, or else a method of the engine's workers, which gives a result of each.
+
+    Raises TypeError for arguments it does not take, MeshError, or what the engine raises.
+    """
+    if method not in METHODS:
+        return await llm.collective_rpc(method, args=tuple(args), kwargs=dict(kwargs))
     if method == "check_health":
         await check_health()
         return True

@@ -33,7 +33,7 @@ class VllmEngine(Engine):
         from stagemesh_worker.engines.vllm.control import METHODS
         from stagemesh_worker.engines.vllm.load import LoadRecord
 
-        self.call_methods = METHODS  # type: ignore[misc]
+        self.call_methods = METHODS | set(stage.control_methods)  # type: ignore[misc]
         self._record = LoadRecord()
         self._loras = LoraAdapters(stage.lora_modules)
         self._llm: Any = None

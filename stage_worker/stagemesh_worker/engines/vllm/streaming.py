@@ -44,6 +44,8 @@ class StreamingGeneration:
         self._lora = lora
         typed = task.submit.params.llm
         self._params = self._checked(typed)
+        if task.submit.HasField("reasoning_ended"):
+            raise MeshError(Reason.UNSUPPORTED, "reasoning_ended: vLLM takes none with streaming input")
         if task.submit.resume_token_ids:
             raise MeshError(Reason.UNSUPPORTED, "a request with streaming input cannot be resumed from its tokens")
         self._answered = asyncio.Event()
