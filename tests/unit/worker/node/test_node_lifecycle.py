@@ -2,81 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
-import pytest
-from google.protobuf import duration_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replica_lives import (
+    FAILED,
+    LIMITS,
+    READY,
+    STAGE,
+    STARTING,
+    SUSPECT,
+    first_line,
+    kinds,
+    new_life,
+    serving,
+    started,
+)
 
 from stagemesh.rpc.errors import MeshError, Reason
-from stagemesh.v1 import device_pb2 as device_pb
-from stagemesh.v1 import registry_pb2 as registry_pb
-from stagemesh.v1 import replica_pb2 as replica_pb
-from stagemesh_worker.node.lifecycle import LifeLimits, Place, ReplicaLife, Step
-from stagemesh_worker.node.orders import Kill, Lock, Order, Release, Spawn, Tell, Terminate
+from stagemesh_worker.node.lifecycle import Step
+from stagemesh_worker.node.orders import Kill, Lock, Order, Release, Spawn
 from stagemesh_worker.node.reports import report_of
-from stagemesh_worker.node.restarts import RestartPolicy
 from stagemesh_worker.replica import control
-
-STARTING, READY, SUSPECT = (
-    replica_pb.REPLICA_STATE_STARTING,
-    replica_pb.REPLICA_STATE_READY,
-    replica_pb.REPLICA_STATE_SUSPECT,
-)
-DRAINING, FAILED, GONE = (
-    replica_pb.REPLICA_STATE_DRAINING,
-    replica_pb.REPLICA_STATE_FAILED,
-    replica_pb.REPLICA_STATE_GONE,
-)
-STAGE = {"name": "writer", "runtime": {"stuck_after": 20.0}}
-LIMITS = LifeLimits()
-
-
-def assignment() -> registry_pb.Assignment:
-    return registry_pb.Assignment(
-        replica=replica_pb.ReplicaRef(pipeline="shapes", stage="writer", replica_id=1),
-        pipeline_revision="r1",
-        devices=[device_pb.Device(id="cpu:1", kind=device_pb.DEVICE_KIND_CPU, cores=[1])],
-        stage_config_json="{}",
-        start_timeout=duration_pb2.Duration(seconds=100),
-    )
-
-
-def new_life(**options: object) -> ReplicaLife:
-    numbers = itertools.count(1)
-    options.setdefault("policy", RestartPolicy(jitter=lambda: 1.0))
-    return ReplicaLife(
-        assignment(),
-        STAGE,
-        Place("127.0.0.1", "10.0.0.5", "host"),
-        new_incarnation=lambda: f"i{next(numbers)}",
-        **options,  # type: ignore[arg-type]
-    )
-
-
-def started(now: float = 0.0) -> ReplicaLife:
-    life = new_life()
-    life.begin()
-    life.locked(now)
-    life.spawned(77, now)
-    return life
-
-
-def serving(now: float = 0.0) -> ReplicaLife:
-    life = started(now)
-    life.heard(control.Ready("10.0.0.5:4000"), now)
-    return life
-
-
-def kinds(orders: Sequence[Order]) -> list[type]:
-    return [type(order) for order in orders]
-
-
-def first_line(life: ReplicaLife) -> str:
-    assert life.error is not None
-    return life.error.message.partition("\n")[0]
 
 
 def test_from_assignment_to_ready() -> None:
@@ -253,70 +201,6 @@ def test_a_process_that_says_it_failed_and_stays_is_killed() -> None:
     assert life.tick(1.0 + LIMITS.exit_s) == [Kill()]
     life.ended(-9, [], 17.0)
     assert first_line(life) == "the engine core died", "its own word says more than its exit"
-
-
-def test_revoked_while_serving_it_drains_stops_and_is_gone() -> None:
-    life = serving()
-    assert life.revoke(30.0, 1.0) == [Tell(control.Drain(30.0))]
-    assert life.state == DRAINING
-    assert life.heard(control.Drained(), 2.0) == [Tell(control.Stop())]
-    assert life.ended(0, [], 3.0) == [Release()]
-    report = report_of(life)
-    assert (report.state, report.endpoint) == (GONE, "")
-
-
-def test_a_drain_that_takes_too_long_becomes_a_stop_and_then_a_kill() -> None:
-    life = serving()
-    life.revoke(30.0, 0.0)
-    assert life.tick(30.5) == []
-    assert life.tick(31.0) == [Tell(control.Stop())]
-    assert life.tick(31.0 + LIMITS.stop_s) == [Kill()]
-    assert life.ended(-9, [], 42.0) == [Release()]
-    assert life.state == GONE
-
-
-def test_a_second_revocation_shortens_a_drain_and_never_lengthens_it() -> None:
-    life = serving()
-    life.revoke(30.0, 0.0)
-    assert life.revoke(500.0, 1.0) == []
-    assert life.revoke(3.0, 1.0) == []
-    assert life.tick(5.0) == [Tell(control.Stop())]
-
-
-def test_revoked_while_loading_it_is_stopped_at_once() -> None:
-    life = started()
-    assert life.revoke(30.0, 1.0) == [Tell(control.Stop()), Terminate()]
-    life.heard(control.Ready("10.0.0.5:4000"), 1.1)
-    assert life.state == DRAINING, "what crosses the order does not revive it"
-    assert life.ended(-15, [], 1.2) == [Release()]
-
-
-@pytest.mark.parametrize("step", [Step.LOCKING, Step.PAUSING, Step.FAILED])
-def test_revoked_while_nothing_runs_it_is_gone_at_once(step: Step) -> None:
-    life = new_life()
-    life.begin()
-    if step is Step.PAUSING:
-        life.locked(0.0)
-        life.spawn_failed("no", 0.0)
-    elif step is Step.FAILED:
-        life.lock_failed("no")
-    assert life.step is step
-    assert life.revoke(30.0, 1.0) == [Release()]
-    assert life.state == GONE
-
-
-def test_in_a_hurry_a_drain_is_cut_short() -> None:
-    life = serving()
-    life.revoke(30.0, 0.0)
-    assert life.hurry(1.0) == [Tell(control.Stop())]
-    assert life.tick(1.0 + LIMITS.hurry_s) == [Kill()]
-
-
-def test_a_process_that_dies_while_it_drains_is_not_started_again() -> None:
-    life = serving()
-    life.revoke(30.0, 0.0)
-    assert life.ended(-9, [], 1.0) == [Release()]
-    assert life.state == GONE
 
 
 EVENTS = st.one_of(
