@@ -21,6 +21,7 @@ from stagemesh.rpc.options import open_channel
 from stagemesh.v1 import replica_pb2 as replica_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
 from stagemesh.v1 import stage_pb2_grpc as stage_grpc
+from stagemesh_worker.node.sweeping import sweep
 from stagemesh_worker.replica import control
 
 DEADLINE_S = 30.0
@@ -205,3 +206,4 @@ async def replicas() -> AsyncIterator[StartReplica]:
                     os.killpg(replica.process.pid, signal.SIGKILL)
                 await replica.process.wait()
             replica.writer.close()
+        sweep()  # what a killed replica leaves is for its agent to remove, which is us

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import grpc
@@ -41,6 +43,15 @@ async def test_process_is_named_bound_to_its_cores_and_given_its_variables(start
     assert os.sched_getaffinity(replica.process.pid) == {0}
     for line in Path(f"/proc/{replica.process.pid}/task").glob("*/status"):
         assert "Cpus_allowed_list:\t0\n" in line.read_text()
+
+
+def test_starting_a_replica_loads_nothing_that_has_threads() -> None:
+    """Threads that were there before the cores were set would keep the node's cores, and a fork after gRPC hangs."""
+    names = "('grpc', 'numpy', 'torch')"
+    asked = f"print(len(os.listdir('/proc/self/task')), *(name for name in {names} if name in sys.modules))"
+    code = f"import os, sys; import stagemesh_worker.replica.__main__; {asked}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "1"
 
 
 async def test_stop_ends_the_process_at_once_with_nothing_left(start_replica) -> None:
@@ -226,6 +237,7 @@ async def test_describe_says_what_runs(start_replica) -> None:
     answer = await stub.DescribeStage(stage_pb.DescribeStageRequest(), timeout=5)
     assert answer.replica == replica.reference
     assert (answer.engine, answer.output_modality) == ("synthetic", frame_pb.MODALITY_AUDIO)
+    assert list(answer.supported_tasks) == ["speech"]
     assert list(answer.device_ids) == ["cpu:0"]
     assert "sleep" in answer.call_methods
 
