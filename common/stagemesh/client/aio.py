@@ -25,7 +25,7 @@ from stagemesh.client.pipelines import AbortResult, PipelineInfo, abort_result, 
 from stagemesh.client.prompts import PromptLike, first_chunk, to_prompt
 from stagemesh.client.requests import RequestOptions, build_request
 from stagemesh.client.sampling import SamplingByStage, needs_stage_types
-from stagemesh.client.tracing import Metadata, given_headers, traced
+from stagemesh.client.tracing import traced
 from stagemesh.rpc.options import open_channel
 from stagemesh.rpc.security import Security
 from stagemesh.v1 import inference_pb2 as inference_pb
@@ -97,18 +97,16 @@ class AsyncClient:
         Leaving the iteration early cancels the request in every stage: at once with `contextlib.aclosing`, else as soon
         as the event loop finds the abandoned iterator.
         """
-        keeps, headers = options.get("references", False), given_headers(options.get("trace_headers"))
-        return self._frames(build_request(prompt, **options), sampling, timeout, keeps, headers)
+        return self._frames(build_request(prompt, **options), sampling, timeout, options)
 
     async def _frames(
         self,
         request: inference_pb.GenerateRequest,
         sampling: SamplingByStage | None,
         timeout: float | None,
-        keeps: bool,
-        headers: Metadata | None,
+        options: RequestOptions,
     ) -> AsyncIterator[Frame]:
-        journey = self._connection.journey(request, timeout, keeps_references=keeps, trace_headers=headers)
+        journey = self._connection.journey(request, timeout, options)
         add_sampling(request, sampling, await self._asked_pipeline(request.pipeline, journey, sampling))
         with traced(journey) as metadata:
             while True:
@@ -156,9 +154,8 @@ class AsyncClient:
         An exception of `chunks` ends the request and is raised here.
         """
         rest = aiter(chunks)
-        keeps, headers = options.get("references", False), given_headers(options.get("trace_headers"))
         request = build_request(first_chunk(await anext(rest, None)), **options)
-        journey = self._connection.journey(request, timeout, keeps_references=keeps, trace_headers=headers)
+        journey = self._connection.journey(request, timeout, options)
         add_sampling(request, sampling, await self._asked_pipeline(request.pipeline, journey, sampling))
         failures: list[Exception] = []
 

@@ -10,7 +10,9 @@ from stagemesh.addresses import default_head
 from stagemesh.client.errors import InvalidRequest, invalid
 from stagemesh.client.journey import Journey, RetryPolicy
 from stagemesh.client.pipelines import PipelineInfo
+from stagemesh.client.requests import RequestOptions
 from stagemesh.client.sampling import SamplingByStage, to_sampling
+from stagemesh.client.tracing import given_headers
 from stagemesh.rpc.errors import Reason
 from stagemesh.rpc.security import Security
 from stagemesh.v1 import inference_pb2 as inference_pb
@@ -37,11 +39,9 @@ class Connection:
         self,
         request: inference_pb.GenerateRequest,
         timeout_s: float | None,
-        *,
-        keeps_references: bool = False,
-        trace_headers: Sequence[tuple[str, str]] | None = None,
+        options: RequestOptions,
     ) -> Journey:
-        """A request's way, from now."""
+        """A request's way, from now. Raises InvalidRequest."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         if not timeout_s > 0:
             raise invalid("timeout", timeout_s, "want seconds, above 0")
@@ -50,8 +50,8 @@ class Connection:
             timeout_s=timeout_s,
             policy=self.retries,
             clock=time.monotonic,
-            keeps_references=keeps_references,
-            trace_headers=trace_headers,
+            keeps_references=options.get("references", False),
+            trace_headers=given_headers(options.get("trace_headers")),
         )
 
 

@@ -8,6 +8,7 @@ from typing import TypedDict
 
 from stagemesh.client.errors import InvalidRequest, invalid
 from stagemesh.client.prompts import MediaInput, PromptLike, to_prompt
+from stagemesh.client.tracing import given_headers
 from stagemesh.names import REQUEST_ID, REQUEST_ID_WORDS
 from stagemesh.rpc.errors import Reason
 from stagemesh.rpc.options import MAX_MESSAGE_BYTES
@@ -82,7 +83,7 @@ def build_request(
 ) -> inference_pb.GenerateRequest:
     """A request without its sampling parameters; `RequestOptions` explains the rest.
 
-    `references` is the client's own, and `trace_headers` travel as the call's metadata.
+    `references` is the client's own; `trace_headers` are checked here, and travel as the call's metadata.
 
     Raises:
         InvalidRequest: naming the argument.
@@ -91,6 +92,7 @@ def build_request(
         raise invalid("mode", mode, f"want one of {', '.join(_MODES)}")
     if recovery not in _RECOVERY:
         raise invalid("recovery", recovery, f"want one of {', '.join(_RECOVERY)}")
+    given_headers(trace_headers)
     if request_id is None:
         request_id = f"req-{uuid.uuid4().hex}"
     elif not REQUEST_ID.fullmatch(request_id):

@@ -25,7 +25,7 @@ from stagemesh.client.pipelines import AbortResult, PipelineInfo, abort_result, 
 from stagemesh.client.prompts import PromptLike, first_chunk, to_prompt
 from stagemesh.client.requests import RequestOptions, build_request
 from stagemesh.client.sampling import SamplingByStage, needs_stage_types
-from stagemesh.client.tracing import given_headers, traced
+from stagemesh.client.tracing import traced
 from stagemesh.rpc.options import channel_credentials, channel_options
 from stagemesh.rpc.security import Security
 from stagemesh.v1 import inference_pb2 as inference_pb
@@ -114,9 +114,8 @@ class Client:
         Raises:
             StageMeshError: see `stagemesh.client.errors`; wrong arguments at once, the rest while iterating.
         """
-        keeps, headers = options.get("references", False), given_headers(options.get("trace_headers"))
         request = build_request(prompt, **options)
-        journey = self._connection.journey(request, timeout, keeps_references=keeps, trace_headers=headers)
+        journey = self._connection.journey(request, timeout, options)
         add_sampling(request, sampling, self._asked_pipeline(request.pipeline, journey, sampling))
         return self._frames(journey)
 
@@ -162,9 +161,8 @@ class Client:
         breaks is not taken up, since what `chunks` gave cannot be had again.
         """
         rest = iter(chunks)
-        keeps, headers = options.get("references", False), given_headers(options.get("trace_headers"))
         request = build_request(first_chunk(next(rest, None)), **options)
-        journey = self._connection.journey(request, timeout, keeps_references=keeps, trace_headers=headers)
+        journey = self._connection.journey(request, timeout, options)
         add_sampling(request, sampling, self._asked_pipeline(request.pipeline, journey, sampling))
         return self._interactive_frames(request, rest, journey)
 
