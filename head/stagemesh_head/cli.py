@@ -90,7 +90,8 @@ def head(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Control method that operators may run on replicas, beyond the usual ones; may be given often.",
+            help="Control method that operators may run on replicas whose engine knows it, beyond the usual ones and "
+            "those of a stage's control_methods; may be given often.",
             rich_help_panel="Configuration",
         ),
     ] = None,

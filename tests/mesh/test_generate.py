@@ -362,6 +362,7 @@ async def test_pipelines_are_listed_with_what_keeps_them_from_serving(tmp_path: 
         writer, painter = got.pipeline.stages
         assert (writer.name, writer.ready_replicas, painter.ready_replicas) == ("writer", 1, 0)
         assert painter.output_modality == frame_pb.MODALITY_IMAGE
+        assert [list(stage.supported_tasks) for stage in (writer, painter)] == [["generate"], ["generate"]]
         assert list(painter.inputs) == ["writer"]
         (problem,) = got.problems
         assert "painter" in problem

@@ -66,6 +66,11 @@ FILES = {
         "pipeline.yaml:2: stages[0].prompt_expand: 'adapters_for_tests.expand_negativ': "
         "module 'adapters_for_tests' has no 'expand_negativ'; did you mean expand_negative?",
     ),
+    "a control method that is private": (
+        "stages:\n- {name: a, model: m, control_methods: [_reset]}\n",
+        "pipeline.yaml:2: stages[0].control_methods[0]: '_reset': "
+        "String should match pattern '^[A-Za-z][A-Za-z0-9_]*$'",
+    ),
     "half a pair": (
         "stages:\n- {name: a, model: m, is_prefill_only: true}\n- {name: b, model: m}\n",
         "pipeline.yaml:2: stages[0]: 'a' is half of a prefill/decode pair; set is_decode_only: true on the other half",
