@@ -50,8 +50,8 @@ def add_to(soaks: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
     """The command."""
     parser = soaks.add_parser("kills")
     parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--at-once", type=int, default=32, help="requests at a time")
-    parser.add_argument("--tokens", type=int, default=64, help="of each request")
+    parser.add_argument("--at-once", type=int, default=8, help="requests at a time")
+    parser.add_argument("--tokens", type=int, default=120, help="of each request")
     parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="between two kills")
     parser.set_defaults(run=run)
 
@@ -75,6 +75,7 @@ async def run(folder: Path, options: argparse.Namespace) -> list[str]:
         async with AsyncClient(mesh.address, timeout=REQUEST_S) as client:
             storm = Storm(mesh, client, options)
             wrong = await storm.run(wishes)
+        await asyncio.to_thread(mesh.ready, REPLICAS, LOADED_S)  # all three come back
         left = await Census(mesh, head.pid).settled()
         return [*wrong, *([] if left.is_clean else [f"left behind: {left}"])]
 

@@ -379,6 +379,27 @@ async def test_control_calls_reach_the_engine(llama: Replica) -> None:
         assert MeshError.from_rpc_error(caught.value).reason == reason
 
 
+async def test_R14_a_long_control_call_holds_up_no_request_and_no_abort(link: HeadLink, llama: Replica) -> None:
+    stub = stage_grpc.StageServiceStub(open_channel(llama.endpoint))
+    await link.submit(1, "a red circle", llm=GREEDY | {"max_tokens": 200})
+    await link.submit(2, "a green square", llm=GREEDY | {"max_tokens": 200})
+    await link.until(lambda link: bool(link.token_ids(1) and link.token_ids(2)))
+    pause = stage_pb.CallRequest(method="pause")
+    pause.kwargs.update({"mode": "wait", "clear_cache": False})
+    call = asyncio.ensure_future(stub.Call(pause, timeout=60))  # it takes as long as the requests that run
+    await asyncio.sleep(0.05)
+    seen = len(link.token_ids(1))
+    assert not call.done()
+    await link.send(aborts=[stage_pb.AbortTask(slot=2)])
+    async with asyncio.timeout(2):
+        assert (await link.end_of(2)).HasField("aborted")
+    assert (await link.end_of(1)).HasField("finished")
+    assert seen < len(link.token_ids(1)) == 200
+    await call
+    await stub.Call(stage_pb.CallRequest(method="resume"), timeout=30)
+    assert len(await _tokens(link, 3, text="a red circle", llm=GREEDY)) == 40
+
+
 async def test_running_requests_wait_out_a_pause(link: HeadLink, llama: Replica) -> None:
     expected = await _tokens(link, 1, text="a red circle", llm=GREEDY | {"max_tokens": 200})
     stub = stage_grpc.StageServiceStub(open_channel(llama.endpoint))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 LINES = (
@@ -17,8 +18,8 @@ TEMPLATE = (
 )
 
 
-def make(folder: Path) -> Path:
-    """Write the model into `folder`; the same weights every time."""
+def make(folder: Path, more_special: Sequence[str] = ()) -> Path:
+    """Write the model into `folder`; the same weights every time. Its tokenizer has `more_special` tokens too."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -26,7 +27,7 @@ def make(folder: Path) -> Path:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+    special = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>", *more_special]
     trainer = trainers.BpeTrainer(
         vocab_size=384,
         special_tokens=special,

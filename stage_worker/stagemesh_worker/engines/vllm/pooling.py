@@ -64,6 +64,7 @@ class Pooling:
             lora_request=self._lora,
             priority=submit.priority,
             trace_headers=self._task.trace_headers,
+            reasoning_ended=submit.reasoning_ended if submit.HasField("reasoning_ended") else None,
         )
         try:
             async for output in stream:
