@@ -18,7 +18,7 @@ from stagemesh_worker.replica import control
 
 log = logging.getLogger(__name__)
 
-TAIL_LINES = 50
+TAIL_LINES = 200
 MAX_LINE_BYTES = 16 << 10
 """A longer line of output is cut into several."""
 REAP_S = 5.0

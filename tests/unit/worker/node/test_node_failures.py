@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from stagemesh.rpc.errors import MAX_MESSAGE_CHARS, MeshError, Reason
 from stagemesh_worker.node import failures
 from stagemesh_worker.replica import control
@@ -26,6 +28,24 @@ def test_a_long_first_text_leaves_room_for_lines() -> None:
 def test_blank_lines_are_left_out_and_order_is_kept() -> None:
     error = failures.with_lines(MeshError(Reason.START_FAILED, "it\nfailed"), ["a", "", "  ", "b"], "given up")
     assert error.message.splitlines() == ["it failed (given up)", "a", "b"]
+
+
+ROOT = "ValueError: No common block size for 16 (CPU_ATTN: [MultipleOf(32)])."
+OWN = "RuntimeError: Engine core initialization failed. See root cause above."
+
+
+@pytest.mark.parametrize("root", [ROOT, f"(EngineCore pid=8311) ERROR 12-02 15:08:33 [core.py:1510] {ROOT}"])
+def test_the_exception_behind_the_last_one_is_named_though_it_is_far_above(root: str) -> None:
+    lines = ["OSError: an older one", root, *(f"  frame {number}" for number in range(60)), OWN, f"ERROR    {OWN}"]
+    error = failures.with_lines(MeshError(Reason.START_FAILED, OWN), lines)
+    first, cause, *rest = error.message.splitlines()
+    assert (first, cause) == (OWN, ROOT)
+    assert rest == lines[-failures.MAX_LINES :]
+
+
+def test_an_exception_among_the_last_lines_is_not_told_twice() -> None:
+    error = failures.with_lines(MeshError(Reason.START_FAILED, OWN), ["a", ROOT, OWN])
+    assert error.message.splitlines() == [OWN, "a", ROOT, OWN]
 
 
 def test_a_word_of_an_unknown_reason_is_a_failed_start() -> None:
