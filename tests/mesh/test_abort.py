@@ -28,7 +28,7 @@ async def abort(mesh: Cluster, *ids: str, timeout_s: float | None = None) -> lis
     return list((await mesh.stub.AbortRequest(request)).results)
 
 
-async def test_abort_answers_when_every_stage_confirmed_and_delivers_what_there_is(tmp_path: Path) -> None:
+async def test_R13_abort_answers_when_every_stage_confirmed_and_delivers_what_there_is(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER]) as mesh:
         writer = await mesh.add("writer")
         writer.confirms_aborts = False
@@ -50,7 +50,7 @@ async def test_abort_answers_when_every_stage_confirmed_and_delivers_what_there_
         await mesh.quiet()
 
 
-async def test_abort_says_which_stages_did_not_confirm_and_the_place_is_kept_until_they_do(tmp_path: Path) -> None:
+async def test_R13_abort_says_which_stages_did_not_confirm_and_the_place_is_kept_until_they_do(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER]) as mesh:
         writer = await mesh.add("writer")
         writer.confirms_aborts = False
@@ -66,7 +66,7 @@ async def test_abort_says_which_stages_did_not_confirm_and_the_place_is_kept_unt
         await mesh.quiet()
 
 
-async def test_abort_of_some_leaves_the_others_alone_and_reports_unknown_ids(tmp_path: Path) -> None:
+async def test_R13_abort_of_some_leaves_the_others_alone_and_reports_unknown_ids(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER]) as mesh:
         writer = await mesh.add("writer")
         calls = {name: mesh.generate(name, request_id=name) for name in "abcd"}
@@ -82,7 +82,7 @@ async def test_abort_of_some_leaves_the_others_alone_and_reports_unknown_ids(tmp
         await mesh.quiet()
 
 
-async def test_abort_while_no_replica_is_there_wins(tmp_path: Path) -> None:
+async def test_R13_abort_while_no_replica_is_there_wins(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER]) as mesh:
         call = mesh.generate(request_id="r")
         await eventually(lambda: mesh.gateway.pools.of("demo", "writer").waiting == 1)

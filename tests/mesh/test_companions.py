@@ -29,7 +29,7 @@ async def family(stage: ScriptedStage, count: int = 2) -> dict[str, ScriptedTask
     return {task.submit.companion_role: task for task in tasks}
 
 
-async def test_companion_has_its_parents_id_with_a_suffix_its_own_prompt_and_overrides(tmp_path: Path) -> None:
+async def test_R10_companion_has_its_parents_id_with_a_suffix_its_own_prompt_and_overrides(tmp_path: Path) -> None:
     async with cluster(tmp_path, stages("two")) as mesh:
         writer = await mesh.add("writer")
         call = mesh.generate("a star", request_id="r", sampling=[llm("writer", max_tokens=7, seed=3)])
@@ -47,7 +47,7 @@ async def test_companion_has_its_parents_id_with_a_suffix_its_own_prompt_and_ove
         await mesh.quiet()
 
 
-async def test_companions_are_made_only_if_the_request_goes_beyond_the_first_stage(tmp_path: Path) -> None:
+async def test_R10_companions_are_made_only_if_the_request_goes_beyond_the_first_stage(tmp_path: Path) -> None:
     async with cluster(tmp_path, stages()) as mesh:
         writer = await mesh.add("writer")
         call = mesh.generate(request_id="r", output_stages=["writer"])
@@ -59,7 +59,7 @@ async def test_companions_are_made_only_if_the_request_goes_beyond_the_first_sta
         assert call.finished.finish_reason == frame_pb.FINISH_REASON_COMPLETE
 
 
-async def test_consumer_receives_parent_and_companions_by_role_once_all_are_done(tmp_path: Path) -> None:
+async def test_R10_consumer_receives_parent_and_companions_by_role_once_all_are_done(tmp_path: Path) -> None:
     async with cluster(tmp_path, stages("two")) as mesh:
         writer, painter = await mesh.add("writer"), await mesh.add("painter")
         call = mesh.generate(request_id="r")
@@ -87,7 +87,7 @@ async def test_consumer_receives_parent_and_companions_by_role_once_all_are_done
         await mesh.quiet()
 
 
-async def test_companion_goes_to_its_parents_replica(tmp_path: Path) -> None:
+async def test_R2_companion_goes_to_its_parents_replica(tmp_path: Path) -> None:
     options = {"routing": {"policy": "round-robin"}}
     async with cluster(tmp_path, stages("two"), **options) as mesh:
         writers = [await mesh.add("writer", number) for number in range(3)]
@@ -103,7 +103,7 @@ async def test_companion_goes_to_its_parents_replica(tmp_path: Path) -> None:
         await mesh.quiet()
 
 
-async def test_companions_failure_fails_the_parent_with_the_reason(tmp_path: Path) -> None:
+async def test_R10_companions_failure_fails_the_parent_with_the_reason(tmp_path: Path) -> None:
     async with cluster(tmp_path, stages()) as mesh:
         writer = await mesh.add("writer")
         call = mesh.generate(request_id="r")
@@ -142,7 +142,7 @@ async def test_parents_failure_stops_its_companions(tmp_path: Path) -> None:
         await mesh.quiet()
 
 
-async def test_aborting_the_parent_aborts_companions_and_waits_for_their_word(tmp_path: Path) -> None:
+async def test_R10_aborting_the_parent_aborts_companions_and_waits_for_their_word(tmp_path: Path) -> None:
     async with cluster(tmp_path, stages()) as mesh:
         writer = await mesh.add("writer")
         writer.confirms_aborts = False

@@ -27,7 +27,7 @@ def children() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
-def test_a_mesh_serves_inside_a_with_block_and_is_gone_after_it(tmp_path: Path) -> None:
+def test_R20_a_mesh_serves_inside_a_with_block_and_is_gone_after_it(tmp_path: Path) -> None:
     with Mesh(write_pipeline(tmp_path)) as mesh:
         started = children()
         assert mesh.is_alive() and len(started) >= 4
@@ -46,7 +46,7 @@ def test_a_mesh_serves_inside_a_with_block_and_is_gone_after_it(tmp_path: Path) 
     assert_all_gone(started, tmp_path)
 
 
-async def test_a_mesh_serves_an_event_loop(tmp_path: Path) -> None:
+async def test_R20_a_mesh_serves_an_event_loop(tmp_path: Path) -> None:
     async with AsyncMesh(write_pipeline(tmp_path), stage_overrides=None) as mesh:
         started = children()
         frames = [frame async for frame in mesh.generate("a wish")]
@@ -56,7 +56,7 @@ async def test_a_mesh_serves_an_event_loop(tmp_path: Path) -> None:
     assert_all_gone(started, tmp_path)
 
 
-def test_a_start_that_fails_raises_the_stages_own_error_and_leaves_nothing(tmp_path: Path) -> None:
+def test_R20_a_start_that_fails_raises_the_stages_own_error_and_leaves_nothing(tmp_path: Path) -> None:
     wrong = "name: wrong\nstages:\n  - {{name: writer, engine: synthetic, engine_args: {{tokens_per_secnd: 3}}}}\n"
     with pytest.raises(StartFailed, match="did you mean tokens_per_second"):
         Mesh(write_pipeline(tmp_path, text=wrong)).start()
@@ -82,7 +82,7 @@ def test_a_mesh_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
         mesh.shutdown()
 
 
-def test_nothing_outlives_a_program_that_is_killed(tmp_path: Path) -> None:
+def test_R20_nothing_outlives_a_program_that_is_killed(tmp_path: Path) -> None:
     program = (
         "import sys, time, stagemesh\n"
         f"mesh = stagemesh.Mesh({str(write_pipeline(tmp_path))!r}).start()\n"

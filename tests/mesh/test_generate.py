@@ -13,7 +13,7 @@ from stagemesh.v1 import inference_pb2 as inference_pb
 from tests.mesh.harness import PAINTER, WRITER, cluster, diffusion, eventually, llm
 
 
-async def test_text_streams_to_the_client_with_tags_and_sequence(tmp_path: Path) -> None:
+async def test_R7_text_streams_to_the_client_with_tags_and_sequence(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER]) as mesh:
         writer = await mesh.add("writer")
         call = mesh.generate(request_id="r-1")
@@ -70,7 +70,7 @@ async def test_chain_feeds_the_writers_text_to_the_painter(tmp_path: Path) -> No
         assert all(s.finished.timings.HasField("total") for s in call.finished.stages)
 
 
-async def test_stages_that_serve_no_wanted_output_are_skipped(tmp_path: Path) -> None:
+async def test_R4_stages_that_serve_no_wanted_output_are_skipped(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER, PAINTER]) as mesh:
         writer = await mesh.add("writer")
         call = mesh.generate(output_modalities=[frame_pb.MODALITY_TEXT])
@@ -81,7 +81,7 @@ async def test_stages_that_serve_no_wanted_output_are_skipped(tmp_path: Path) ->
         assert [s.stage for s in call.finished.stages] == ["writer"]
 
 
-async def test_a_stage_that_is_no_wanted_output_runs_but_is_not_delivered(tmp_path: Path) -> None:
+async def test_R4_a_stage_that_is_no_wanted_output_runs_but_is_not_delivered(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER, PAINTER]) as mesh:
         writer, painter = await mesh.add("writer"), await mesh.add("painter")
         call = mesh.generate(output_stages=["painter"])
@@ -94,7 +94,7 @@ async def test_a_stage_that_is_no_wanted_output_runs_but_is_not_delivered(tmp_pa
         assert [s.stage for s in call.finished.stages] == ["writer", "painter"]
 
 
-async def test_final_only_delivers_each_output_once_when_its_stage_is_done(tmp_path: Path) -> None:
+async def test_R8_final_only_delivers_each_output_once_when_its_stage_is_done(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER, PAINTER]) as mesh:
         writer, painter = await mesh.add("writer"), await mesh.add("painter")
         call = mesh.generate(output_mode=inference_pb.OUTPUT_MODE_FINAL_ONLY)
@@ -231,7 +231,7 @@ async def test_bad_input_names_the_field_and_nothing_is_submitted(
         assert mesh.inflight == 0
 
 
-async def test_sampling_parameters_go_by_name_or_position_over_the_stages_defaults(tmp_path: Path) -> None:
+async def test_R5_sampling_parameters_go_by_name_or_position_over_the_stages_defaults(tmp_path: Path) -> None:
     stages = [{**WRITER, "default_sampling_params": {"temperature": 0.5, "max_tokens": 7, "stop": ["x"]}}, PAINTER]
     async with cluster(tmp_path, stages) as mesh:
         writer = await mesh.add("writer")
@@ -245,14 +245,14 @@ async def test_sampling_parameters_go_by_name_or_position_over_the_stages_defaul
         assert (params.temperature, list(params.stop)) == (0.5, ["y", "z"])
 
 
-async def test_one_set_without_a_name_serves_a_pipeline_of_one_stage(tmp_path: Path) -> None:
+async def test_R5_one_set_without_a_name_serves_a_pipeline_of_one_stage(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER]) as mesh:
         writer = await mesh.add("writer")
         mesh.generate(sampling=[llm("", max_tokens=3)])
         assert (await writer.next_task()).submit.params.llm.max_tokens == 3
 
 
-async def test_a_request_id_that_still_runs_is_refused(tmp_path: Path) -> None:
+async def test_R6_a_request_id_that_still_runs_is_refused(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER]) as mesh:
         writer = await mesh.add("writer")
         first = mesh.generate(request_id="same")
@@ -283,7 +283,7 @@ async def test_the_deadline_of_the_call_crosses_the_head(tmp_path: Path) -> None
         await mesh.quiet()
 
 
-async def test_without_a_replica_it_waits_and_then_says_that_there_is_none(tmp_path: Path) -> None:
+async def test_R3_without_a_replica_it_waits_and_then_says_that_there_is_none(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER]) as mesh:
         error = await mesh.generate(timeout=0.4).error()
         assert error.reason is Reason.NO_LIVE_REPLICA
@@ -292,7 +292,7 @@ async def test_without_a_replica_it_waits_and_then_says_that_there_is_none(tmp_p
         await mesh.quiet()
 
 
-async def test_a_request_that_waits_runs_as_soon_as_a_replica_is_ready(tmp_path: Path) -> None:
+async def test_R3_a_request_that_waits_runs_as_soon_as_a_replica_is_ready(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER]) as mesh:
         call = mesh.generate()
         pool = mesh.gateway.pools.of("demo", "writer")
@@ -303,7 +303,7 @@ async def test_a_request_that_waits_runs_as_soon_as_a_replica_is_ready(tmp_path:
         assert pool.waiting == 0
 
 
-async def test_admission_refuses_at_once_beyond_what_may_run_and_wait(tmp_path: Path) -> None:
+async def test_R18_admission_refuses_at_once_beyond_what_may_run_and_wait(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER], limits={"max_inflight": 1, "max_waiting": 1}) as mesh:
         writer = await mesh.add("writer")
         first = mesh.generate("first")
@@ -322,7 +322,7 @@ async def test_admission_refuses_at_once_beyond_what_may_run_and_wait(tmp_path: 
         await mesh.quiet()
 
 
-async def test_admission_bounds_the_requests_of_one_token(tmp_path: Path) -> None:
+async def test_R18_admission_bounds_the_requests_of_one_token(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER], limits={"max_per_client": 1}) as mesh:
         writer = await mesh.add("writer")
         first = mesh.generate("first", token="of-ann")
@@ -353,7 +353,7 @@ async def test_load_is_spread_over_the_replicas(tmp_path: Path) -> None:
             await call.rest()
 
 
-async def test_pipelines_are_listed_with_what_keeps_them_from_serving(tmp_path: Path) -> None:
+async def test_R19_pipelines_are_listed_with_what_keeps_them_from_serving(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER, PAINTER]) as mesh:
         await mesh.add("writer")
         listed = await mesh.stub.ListPipelines(inference_pb.ListPipelinesRequest())

@@ -114,7 +114,7 @@ async def test_tensors_of_a_start_that_was_given_up_are_released_too(tmp_path: P
             assert await store.released.get() == ["k1", "k2"]
 
 
-async def test_a_task_that_says_nothing_fails_its_request_in_the_end(tmp_path: Path) -> None:
+async def test_R9_a_task_that_says_nothing_fails_its_request_in_the_end(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER], progress_timeout_s=0.3) as mesh:
         writer = await mesh.add("writer")
         silent, lively = mesh.generate("silent"), mesh.generate("lively")
@@ -130,7 +130,7 @@ async def test_a_task_that_says_nothing_fails_its_request_in_the_end(tmp_path: P
         await lively.rest()
 
 
-async def test_a_control_call_gives_a_result_for_every_replica_and_errors_are_each_ones_own(tmp_path: Path) -> None:
+async def test_R14_a_control_call_gives_a_result_for_every_replica_and_errors_are_each_ones_own(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER, PAINTER]) as mesh:
         replicas = [await mesh.add("writer", 0), await mesh.add("writer", 1), await mesh.add("painter")]
         results = await mesh.gateway.calls.call("demo", ["painter", "writer"], "sleep", [1], {"tags": ["x"]}, 5.0)
@@ -146,7 +146,7 @@ async def test_a_control_call_gives_a_result_for_every_replica_and_errors_are_ea
         assert results[1].error.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
 
 
-async def test_a_control_call_that_is_not_allowed_reaches_nobody(tmp_path: Path) -> None:
+async def test_R14_a_control_call_that_is_not_allowed_reaches_nobody(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER]) as mesh:
         await mesh.add("writer")
         with pytest.raises(Exception, match="'system': not allowed; methods are add_lora") as caught:
@@ -154,7 +154,7 @@ async def test_a_control_call_that_is_not_allowed_reaches_nobody(tmp_path: Path)
         assert caught.value.reason is Reason.METHOD_NOT_ALLOWED
 
 
-async def test_a_control_call_of_the_operators_own_is_allowed_on_the_stage_that_names_it(tmp_path: Path) -> None:
+async def test_R14_a_control_call_of_the_operators_own_is_allowed_on_the_stage_that_names_it(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER | {"control_methods": ["warm_up"]}, PAINTER]) as mesh:
         writer = await mesh.add("writer")
         await mesh.add("painter")

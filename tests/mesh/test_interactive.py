@@ -40,7 +40,7 @@ class Interactive(Call):
         await self.call.done_writing()
 
 
-async def test_interactive_chunks_reach_the_stage_in_order_and_the_end_closes_it(tmp_path: Path) -> None:
+async def test_R12_interactive_chunks_reach_the_stage_in_order_and_the_end_closes_it(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER]) as mesh:
         writer = await mesh.add("writer")
         call = Interactive(mesh, request_id="chat")
@@ -97,7 +97,7 @@ async def test_interactive_input_is_replayed_when_the_replica_is_lost_before_out
         await call.rest()
 
 
-async def test_interactive_requests_refuse_what_engines_cannot_do(tmp_path: Path) -> None:
+async def test_R12_interactive_requests_refuse_what_engines_cannot_do(tmp_path: Path) -> None:
     async with cluster(tmp_path, [{**WRITER, "limits": {"max_prompt_bytes": 100}}]) as mesh:
         writer = await mesh.add("writer")
         for fields, text in [
@@ -129,7 +129,7 @@ async def test_interactive_requests_refuse_what_engines_cannot_do(tmp_path: Path
         await mesh.quiet()
 
 
-async def test_an_update_for_a_finished_request_is_dropped_and_resurrects_nothing(tmp_path: Path) -> None:
+async def test_R12_an_update_for_a_finished_request_is_dropped_and_resurrects_nothing(tmp_path: Path) -> None:
     async with cluster(tmp_path, [WRITER]) as mesh:
         writer = await mesh.add("writer")
         call = Interactive(mesh)

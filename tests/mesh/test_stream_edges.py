@@ -36,7 +36,7 @@ async def rest_of_input(task: ScriptedTask) -> str:
             return text
 
 
-async def test_a_consumer_starts_at_the_first_chunk_and_is_fed_as_it_goes(tmp_path: Path) -> None:
+async def test_R9_a_consumer_starts_at_the_first_chunk_and_is_fed_as_it_goes(tmp_path: Path) -> None:
     async with cluster(tmp_path, CHAIN) as mesh:
         thinker, talker = await mesh.add("thinker"), await mesh.add("talker")
         call = mesh.generate()
@@ -76,7 +76,7 @@ async def test_a_producer_that_says_nothing_still_starts_its_consumer(tmp_path: 
         await call.rest()
 
 
-async def test_a_missing_consumer_stage_fails_the_request_before_its_input_is_complete(tmp_path: Path) -> None:
+async def test_R9_a_missing_consumer_stage_fails_the_request_before_its_input_is_complete(tmp_path: Path) -> None:
     async with cluster(tmp_path, CHAIN) as mesh:
         thinker = await mesh.add("thinker")
         call = mesh.generate(timeout=0.5)

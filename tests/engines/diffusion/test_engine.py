@@ -39,7 +39,7 @@ async def engine(tiny: Tiny) -> AsyncIterator[DiffusionEngine]:
 
 
 # ------------------------------------------------------------------ a request
-async def test_a_request_gets_its_steps_its_picture_and_its_figures(engine: DiffusionEngine) -> None:
+async def test_R21_a_request_gets_its_steps_its_picture_and_its_figures(engine: DiffusionEngine) -> None:
     sink = await make(engine, seed=5)
     assert [(step.step, step.total_steps) for step in sink.steps] == [(number, 5) for number in range(1, 6)]
     (file,) = sink.files
@@ -70,7 +70,7 @@ async def test_several_pictures_of_one_prompt_can_each_be_made_again_alone(engin
     assert several.finished.usage.images == 3
 
 
-async def test_previews_come_every_n_steps_but_not_instead_of_the_picture(engine: DiffusionEngine) -> None:
+async def test_R21_previews_come_every_n_steps_but_not_instead_of_the_picture(engine: DiffusionEngine) -> None:
     sink = await make(engine, seed=5, preview_interval_steps=2)
     assert [step.step for step in sink.steps if step.HasField("preview")] == [2, 4]
     preview = next(step.preview for step in sink.steps if step.HasField("preview"))
@@ -121,7 +121,7 @@ async def test_a_slow_consumer_holds_only_itself_back(engine: DiffusionEngine) -
 
 
 # ------------------------------------------------------------------ batches
-async def test_compatible_requests_share_a_call_and_get_their_own_pictures(engine: DiffusionEngine) -> None:
+async def test_R21_compatible_requests_share_a_call_and_get_their_own_pictures(engine: DiffusionEngine) -> None:
     before = engine.load().steps
     sinks = await asyncio.gather(*(make(engine, f"a circle {seed}", seed=seed) for seed in range(4)))
     assert engine.load().steps - before == 5  # and not 20
@@ -162,7 +162,7 @@ async def test_a_prompt_that_breaks_the_call_does_not_break_its_neighbours(engin
 
 
 # ------------------------------------------------------------------ aborts
-async def test_an_abort_stops_the_denoising_within_two_steps(engine: DiffusionEngine) -> None:
+async def test_R21_an_abort_stops_the_denoising_within_two_steps(engine: DiffusionEngine) -> None:
     third = asyncio.Event()
     sink = Sink(lambda step: third.set() if step == 3 else None)
     before = engine.load().steps
@@ -238,7 +238,7 @@ async def test_a_bad_request_fails_alone_and_the_child_lives(
 
 
 # ------------------------------------------------------------------ control
-async def test_adapters_by_request_and_by_call(engine: DiffusionEngine) -> None:
+async def test_R21_adapters_by_request_and_by_call(engine: DiffusionEngine) -> None:
     plain = (await make(engine, seed=1)).files[0].data
     assert await engine.call("list_loras", [], {}) == []
     inked = await make(engine, seed=1, lora=sampling_pb.LoraRequest(name="ink"))
@@ -300,7 +300,7 @@ async def test_the_child_keeps_to_its_cores_and_the_engine_needs_no_torch(engine
     assert await (await asyncio.create_subprocess_exec(sys.executable, "-c", script)).wait() == 0
 
 
-async def test_two_replicas_make_the_same_picture_from_the_same_seed(engine: DiffusionEngine, tiny: Tiny) -> None:
+async def test_R21_two_replicas_make_the_same_picture_from_the_same_seed(engine: DiffusionEngine, tiny: Tiny) -> None:
     other = DiffusionEngine(make_stage(tiny("image")), DEVICES)
     await other.start()
     try:

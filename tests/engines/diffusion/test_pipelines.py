@@ -194,14 +194,14 @@ def test_what_a_step_raises_leaves_the_call_and_the_next_one_is_clean(image: Loa
 
 
 # ------------------------------------------------------------------ options
-def test_slicing_reaches_the_vae_and_changes_no_picture(tiny: Tiny, image: Loaded) -> None:
+def test_R21_slicing_reaches_the_vae_and_changes_no_picture(tiny: Tiny, image: Loaded) -> None:
     sparing = Loaded(tiny("image"), vae_use_slicing=True)
     assert sparing.pipe.vae.use_slicing
     for plain, spared in zip(image.make(1, 2), sparing.make(1, 2), strict=True):
         assert np.abs(plain.array.astype(int) - spared.array).max() <= 1
 
 
-def test_tiling_reaches_the_vae_and_still_makes_a_picture(tiny: Tiny, image: Loaded) -> None:
+def test_R21_tiling_reaches_the_vae_and_still_makes_a_picture(tiny: Tiny, image: Loaded) -> None:
     sparing = Loaded(tiny("image"), vae_use_tiling=True)
     assert sparing.pipe.vae.use_tiling
     large = sparing.make(1, call={"height": 128, "width": 128})[0].array
@@ -216,7 +216,7 @@ def test_dtype_reaches_every_part(tiny: Tiny) -> None:
     assert loaded.make(1, steps=1)[0].array.shape == (64, 64, 3)
 
 
-def test_a_cache_reuses_features_between_steps(tiny: Tiny, flux: Loaded) -> None:
+def test_R21_a_cache_reuses_features_between_steps(tiny: Tiny, flux: Loaded) -> None:
     call = {"height": 32, "width": 32, "max_sequence_length": 16}
     plain = flux.make(1, steps=6, call=call)[0].array
     cached = Loaded(tiny("flux"), cache_backend="first_block_cache", cache_config={"threshold": 1e9})

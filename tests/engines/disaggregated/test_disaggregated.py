@@ -126,7 +126,7 @@ def in_background(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
     return thread, results
 
 
-def test_answer_is_the_models_own_and_decode_computes_none_of_the_prompt(mesh: stagemesh.Mesh) -> None:
+def test_R11_answer_is_the_models_own_and_decode_computes_none_of_the_prompt(mesh: stagemesh.Mesh) -> None:
     prefill, decode = PromptTokens(mesh, "prefill"), PromptTokens(mesh, "decode")
     answers = {wish: Answer(mesh, wish) for wish in CAPTIONS}
     assert {wish: answer.text for wish, answer in answers.items()} == CAPTIONS
@@ -139,7 +139,7 @@ def test_answer_is_the_models_own_and_decode_computes_none_of_the_prompt(mesh: s
         assert answer.end.usage.completion_tokens == answer.decode.usage.completion_tokens == len(answer.token_ids)
 
 
-def test_decode_takes_over_from_the_replica_that_read_the_prompt(mesh: stagemesh.Mesh) -> None:
+def test_R11_decode_takes_over_from_the_replica_that_read_the_prompt(mesh: stagemesh.Mesh) -> None:
     decode = PromptTokens(mesh, "decode")
     read, by = 0, set[int]()
     for _ in range(30):

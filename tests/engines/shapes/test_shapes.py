@@ -97,7 +97,7 @@ def test_text_streams_before_the_picture_with_progress_between(client: Client) -
     assert kinds[-1] == "Finished"
 
 
-def test_what_to_avoid_is_written_by_a_companion_unless_the_client_says_it(client: Client) -> None:
+def test_R10_what_to_avoid_is_written_by_a_companion_unless_the_client_says_it(client: Client) -> None:
     wish, sampling = "a small red star at night", {"painter": {"seed": 11}}
     avoided = caption_to_avoid(Scene("small", "red", "star", "black"))
     guided = Answer(client, wish, sampling=sampling)
@@ -141,7 +141,7 @@ def test_same_seed_gives_the_same_picture_on_either_painter(client: Client) -> N
     assert len(pictures[0] | pictures[1]) == 1
 
 
-def test_client_that_leaves_stops_the_denoising_within_two_steps(mesh: stagemesh.Mesh, client: Client) -> None:
+def test_R13_client_that_leaves_stops_the_denoising_within_two_steps(mesh: stagemesh.Mesh, client: Client) -> None:
     def steps() -> dict[int, int]:
         return {r.report.replica.replica_id: r.report.load.engine_steps for r in replicas(mesh, "painter")}
 
@@ -220,7 +220,7 @@ def test_killed_engine_core_is_reported_restarted_and_no_other_request_fails(
     assert any("writer" in event for event in events), events
 
 
-def test_last_frame_has_usage_and_timings(client: Client) -> None:
+def test_R7_last_frame_has_usage_and_timings(client: Client) -> None:
     answer = Answer(client, "a plum")
     ends = {frame.stage: frame for frame in answer.frames if isinstance(frame, StageFinished)}
     assert ends["writer"].usage.completion_tokens > 5 and ends["painter"].usage.diffusion_steps == 20

@@ -86,7 +86,7 @@ def test_held_out_captions_are_spoken_as_they_should_be_and_the_sound_is_that_of
         assert ends["synthesiser"].usage.audio_seconds == pytest.approx(len(answer.sound) / RATE_HZ)
 
 
-def test_sound_comes_while_the_talker_still_talks(client: Client) -> None:
+def test_R9_sound_comes_while_the_talker_still_talks(client: Client) -> None:
     answer = Answer(client, "a big ring of gold on the lawn")
     first_sound = next(n for n, frame in enumerate(answer.frames) if isinstance(frame, AudioChunk))
     talker_ends = next(

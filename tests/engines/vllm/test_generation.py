@@ -145,7 +145,7 @@ async def test_seeded_sampling_is_repeatable_and_seeds_differ(link: HeadLink) ->
     assert runs[0] == runs[1] != runs[2]
 
 
-async def test_several_completions_come_by_index(link: HeadLink) -> None:
+async def test_R22_several_completions_come_by_index(link: HeadLink) -> None:
     await link.submit(
         1, "a red circle", llm={"n": 3, "temperature": 1.0, "seed": 3, "max_tokens": 8, "ignore_eos": True}
     )
@@ -158,7 +158,7 @@ async def test_several_completions_come_by_index(link: HeadLink) -> None:
     assert len(json_format.MessageToDict(finished.extra)["finish_reasons"]) == 3
 
 
-async def test_log_probabilities_come_with_each_token(link: HeadLink) -> None:
+async def test_R22_log_probabilities_come_with_each_token(link: HeadLink) -> None:
     expected = await _tokens(link, 1, text="a red circle", llm=GREEDY)
     await link.submit(2, "a red circle", llm=GREEDY | {"logprobs": 2, "prompt_logprobs": 1})
     finished = (await link.end_of(2)).finished
@@ -185,7 +185,7 @@ async def test_log_probabilities_come_with_each_token(link: HeadLink) -> None:
     ],
     ids=["regex", "choice", "json", "grammar"],
 )  # fmt: skip
-async def test_structured_output_has_its_form(link: HeadLink, constraint: dict[str, Any], check: Any) -> None:
+async def test_R22_structured_output_has_its_form(link: HeadLink, constraint: dict[str, Any], check: Any) -> None:
     task = submit(1, "a red circle", llm={"temperature": 0.0, "max_tokens": 40})
     json_format.ParseDict(constraint, task.params.llm.structured_outputs)
     await link.send(submits=[task])
@@ -193,7 +193,7 @@ async def test_structured_output_has_its_form(link: HeadLink, constraint: dict[s
     assert check(link.text(1)), link.text(1)
 
 
-async def test_chat_is_rendered_by_the_models_template(link: HeadLink) -> None:
+async def test_R22_chat_is_rendered_by_the_models_template(link: HeadLink) -> None:
     task = submit(1, "", llm=GREEDY)
     task.prompt.chat.messages.add(role="user", content="a red circle")
     await link.send(submits=[task])
@@ -202,7 +202,7 @@ async def test_chat_is_rendered_by_the_models_template(link: HeadLink) -> None:
     assert link.token_ids(1) == expected
 
 
-async def test_token_ids_are_a_prompt(link: HeadLink, tiny_llama: Path) -> None:
+async def test_R22_token_ids_are_a_prompt(link: HeadLink, tiny_llama: Path) -> None:
     from tokenizers import Tokenizer
 
     ids = Tokenizer.from_file(str(tiny_llama / "tokenizer.json")).encode("a red circle").ids
@@ -214,7 +214,7 @@ async def test_token_ids_are_a_prompt(link: HeadLink, tiny_llama: Path) -> None:
     assert link.token_ids(2) == expected
 
 
-async def test_embeddings_are_a_prompt_also_across_a_resume(link: HeadLink, tiny_llama: Path) -> None:
+async def test_R22_embeddings_are_a_prompt_also_across_a_resume(link: HeadLink, tiny_llama: Path) -> None:
     from transformers import AutoTokenizer, LlamaForCausalLM
 
     model, tokenizer = LlamaForCausalLM.from_pretrained(tiny_llama), AutoTokenizer.from_pretrained(tiny_llama)
@@ -229,7 +229,7 @@ async def test_embeddings_are_a_prompt_also_across_a_resume(link: HeadLink, tiny
         assert resume + link.token_ids(slot) == expected
 
 
-async def test_streaming_input_continues_the_context(link: HeadLink) -> None:
+async def test_R12_streaming_input_continues_the_context(link: HeadLink) -> None:
     """The context of a chunk is all chunks and outputs before it, but for the last token of each output."""
     llm = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
     await link.submit(1, "a red", llm=llm, more_input=True)
@@ -349,7 +349,7 @@ async def test_abort_returns_the_memory_of_the_request(link: HeadLink, llama: Re
     assert link.responses[-1].load.kv_cache_usage == 0
 
 
-async def test_control_calls_reach_the_engine(llama: Replica) -> None:
+async def test_R14_control_calls_reach_the_engine(llama: Replica) -> None:
     stub = stage_grpc.StageServiceStub(open_channel(llama.endpoint))
 
     async def call(method: str, *args: Any, **kwargs: Any) -> Any:

@@ -40,7 +40,7 @@ def _make_lora(folder: Path, seed: int) -> Path:
     return folder
 
 
-async def test_lora_of_the_allow_list_changes_the_output_of_its_request_only(
+async def test_R15_lora_of_the_allow_list_changes_the_output_of_its_request_only(
     start_replica: StartReplica, tiny_llama: Path, tmp_path: Path
 ) -> None:
     modules = {name: str(_make_lora(tmp_path / name, seed)) for seed, name in enumerate(("cartoon", "sketch"))}

@@ -21,7 +21,7 @@ CHOICES = st.lists(st.integers(0, 2**16 - 1), max_size=120)
 @pytest.mark.parametrize("sampling", SAMPLING)
 @settings(max_examples=40, deadline=None)
 @given(choices=CHOICES, final_only=st.booleans(), exact_or_fail=st.booleans())
-def test_every_request_ends_once_and_leaves_nothing(
+def test_R2_every_request_ends_once_and_leaves_nothing(
     graph: str, sampling: str, choices: list[int], final_only: bool, exact_or_fail: bool
 ) -> None:
     world = World(machine_of(graph, sampling, final_only=final_only, exact_or_fail=exact_or_fail))
@@ -75,7 +75,7 @@ def test_nothing_is_ordered_for_a_request_that_never_started() -> None:
     assert machine.is_quiet
 
 
-def test_the_last_stage_of_a_request_is_told_that_nobody_reads_it() -> None:
+def test_R4_the_last_stage_of_a_request_is_told_that_nobody_reads_it() -> None:
     machine = machine_of("chain", "exact")
     (bind,) = machine.handle(ev.Start(), 0.0)
     assert bind == ev.Bind("a", ())

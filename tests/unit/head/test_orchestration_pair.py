@@ -79,7 +79,7 @@ class Drive:
         return dict(self.sent["decode"].kv_transfer_params.fields)
 
 
-def test_prefill_makes_one_token_whatever_the_request_wants_and_keeps_its_blocks() -> None:
+def test_R11_prefill_makes_one_token_whatever_the_request_wants_and_keeps_its_blocks() -> None:
     wanted = {
         "max_tokens": 9, "min_tokens": 2, "n": 3, "stop": ["."], "stop_token_ids": [4], "logprobs": 2,
         "prompt_logprobs": 1, "truncate_prompt_tokens": 5, "temperature": 0.7, "seed": 3,
@@ -93,7 +93,7 @@ def test_prefill_makes_one_token_whatever_the_request_wants_and_keeps_its_blocks
     assert not command.last_stage
 
 
-def test_decode_gets_the_request_as_it_is_and_what_prefill_returned() -> None:
+def test_R11_decode_gets_the_request_as_it_is_and_what_prefill_returned() -> None:
     drive = Drive(sampling=[("decode", {"max_tokens": 9, "stop": ["."], "n": 3})])
     drive.prefill()
     command = drive.sent["decode"]
@@ -121,7 +121,7 @@ def test_stage_after_the_pair_reads_the_answer() -> None:
     assert not drive.sent["talker"].HasField("kv_transfer_params")
 
 
-def test_missing_hand_off_fails_the_request_and_says_where_to_look() -> None:
+def test_R11_missing_hand_off_fails_the_request_and_says_where_to_look() -> None:
     drive = Drive()
     drive.output("prefill", 7)
     drive.finish("prefill")
@@ -208,7 +208,7 @@ def test_resumed_answer_needs_no_prefill() -> None:
     assert list(drive.sent["decode"].resume_token_ids) == [1, 2]
 
 
-def test_one_set_of_parameters_serves_both_halves() -> None:
+def test_R5_one_set_of_parameters_serves_both_halves() -> None:
     for sets in ([("", {"max_tokens": 3})], [("", {"max_tokens": 8}), ("", {"max_tokens": 3})]):
         plan = planner(*PAIR).plan(request(*sets))
         assert [stage.params.llm.max_tokens for stage in plan.stages] == [1, 3]

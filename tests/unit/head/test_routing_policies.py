@@ -34,14 +34,14 @@ def test_round_robin_goes_round() -> None:
     assert picks(RoundRobin(), replicas(0, 1, 2), 7) == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_round_robin_neither_skips_nor_repeats_when_a_replica_leaves() -> None:
+def test_R1_round_robin_neither_skips_nor_repeats_when_a_replica_leaves() -> None:
     policy = RoundRobin()
     assert picks(policy, replicas(0, 1, 2, 3), 2) == [0, 1]
     # Replica 0 leaves: an index into the list would now repeat or skip one.
     assert picks(policy, replicas(1, 2, 3), 3) == [2, 3, 1]
 
 
-def test_round_robin_neither_skips_nor_repeats_when_a_replica_joins() -> None:
+def test_R1_round_robin_neither_skips_nor_repeats_when_a_replica_joins() -> None:
     policy = RoundRobin()
     assert picks(policy, replicas(1, 3), 1) == [1]
     assert picks(policy, replicas(0, 1, 2, 3), 4) == [2, 3, 0, 1]
@@ -60,7 +60,7 @@ def test_round_robin_visits_all_others_before_it_repeats_one(memberships: list[s
         history.append(chosen)
 
 
-def test_least_queue_length_counts_what_the_head_itself_has_in_flight() -> None:
+def test_R1_least_queue_length_counts_what_the_head_itself_has_in_flight() -> None:
     busy, idle = Replica(0, inflight=2, reported=0), Replica(1, inflight=1, reported=50)
     assert LeastQueueLength().choose([busy, idle], NO_HINT) is idle
 
@@ -71,7 +71,7 @@ def test_least_queue_length_breaks_ties_by_reported_load_and_then_by_who_waited_
     assert policy.choose([Replica(0, 1, 4, last_pick=9), Replica(1, 1, 4, last_pick=3)], NO_HINT).replica_id == 1
 
 
-def test_random_uses_every_replica_evenly() -> None:
+def test_R1_random_uses_every_replica_evenly() -> None:
     counts = Counter(picks(Random(seed=7), replicas(0, 1, 2, 3), 4_000))
     assert all(800 < counts[replica_id] < 1_200 for replica_id in range(4))
 
@@ -107,7 +107,7 @@ def test_affinity_without_a_key_takes_the_least_loaded() -> None:
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_policy_is_made_by_name(name: str) -> None:
+def test_R1_policy_is_made_by_name(name: str) -> None:
     assert make_policy(name).choose(replicas(4), NO_HINT).replica_id == 4
 
 

@@ -53,7 +53,7 @@ def test_what_a_replica_says_on_its_link_is_newer_than_what_its_node_said() -> N
     assert pool.pick(HINT).replica_id == 1
 
 
-def test_release_gives_the_place_back_once() -> None:
+def test_R2_release_gives_the_place_back_once() -> None:
     pool = pool_of(0)
     binding = pool.pick(HINT)
     binding.release()
@@ -158,7 +158,7 @@ def test_missing_says_what_state_the_replicas_are_in() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from(["pick", "release", "ready", "suspect", "restart", "gone"]), st.integers(0, 3)))
 )
-def test_counters_are_exact_and_never_negative(steps: list[tuple[str, int]]) -> None:
+def test_R1_counters_are_exact_and_never_negative(steps: list[tuple[str, int]]) -> None:
     pool, held, incarnation = pool_of(0, 1, 2, 3), list[Binding](), 0
     for step, replica_id in steps:
         if step == "pick":

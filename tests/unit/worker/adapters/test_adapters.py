@@ -131,7 +131,7 @@ async def test_stage_without_an_adapter_reads_what_arrives(item: StageInput, fie
 
 
 @pytest.mark.parametrize("adapter", [None, "text", "chat", "tokens", "embeds", "diffusion"])
-async def test_nothing_from_upstream_is_nothing_to_do(adapter: str | None) -> None:
+async def test_R17_nothing_from_upstream_is_nothing_to_do(adapter: str | None) -> None:
     assert await _adapt(_stage(input_adapter=adapter), REQUEST, StageInput("writer")) is None
 
 
@@ -146,7 +146,7 @@ def module() -> Iterator[types.ModuleType]:
     del sys.modules["own_adapters"]
 
 
-async def test_own_adapter_runs_off_the_event_loop(module: types.ModuleType) -> None:
+async def test_R17_own_adapter_runs_off_the_event_loop(module: types.ModuleType) -> None:
     threads = []
 
     def adapter(prompt: EngineInput, inputs: Sequence[StageInput], stage: Stage) -> EngineInput:
@@ -159,7 +159,7 @@ async def test_own_adapter_runs_off_the_event_loop(module: types.ModuleType) -> 
     assert threads[0] is not threading.main_thread()
 
 
-async def test_own_adapter_that_raises_fails_the_request_with_its_words(module: types.ModuleType) -> None:
+async def test_R17_own_adapter_that_raises_fails_the_request_with_its_words(module: types.ModuleType) -> None:
     def adapter(*_: object) -> EngineInput:
         raise KeyError("caption")
 
@@ -186,7 +186,7 @@ async def test_own_adapter_cannot_end_cancel_or_time_out_anything_but_its_task(
         assert f"{type(raised).__name__}: {raised}" in error.message
 
 
-async def test_own_adapter_that_hangs_is_given_up(module: types.ModuleType) -> None:
+async def test_R17_own_adapter_that_hangs_is_given_up(module: types.ModuleType) -> None:
     release = threading.Event()
     module.adapter = lambda *_: release.wait()
     runner = AdapterRunner(_stage(input_adapter="own_adapters.adapter"), timeout_s=0.1)

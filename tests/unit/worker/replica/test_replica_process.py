@@ -231,7 +231,7 @@ async def test_control_calls_are_allow_listed(start_replica) -> None:
             assert MeshError.from_rpc_error(error).reason == reason
 
 
-async def test_describe_says_what_runs(start_replica) -> None:
+async def test_R19_describe_says_what_runs(start_replica) -> None:
     replica = await (await start_replica(final_output_type="audio")).ready()
     stub = stage_grpc.StageServiceStub(open_channel(replica.endpoint))
     answer = await stub.DescribeStage(stage_pb.DescribeStageRequest(), timeout=5)
