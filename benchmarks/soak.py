@@ -1,6 +1,6 @@
 """Soaks: a mesh of real processes under one kind of trouble for minutes, and whether it comes out whole.
 
-    python benchmarks/soak.py cancel                # 10,000 requests stopped at random moments, about five minutes
+    python benchmarks/soak.py cancel                # 10,000 requests stopped at random moments, one to five minutes
     python benchmarks/soak.py storm                 # 5,000 cancelled requests: is resident memory flat?
     python benchmarks/soak.py kills                 # 300 requests on vLLM while a replica is killed every 5 s
     python benchmarks/soak.py slow                  # 64 requests whose consumer is ten times too slow
