@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from stagemesh.config import Limits
 from stagemesh.rpc.errors import MeshError, Reason
 from stagemesh.v1 import registry_pb2 as registry_pb
 from stagemesh.v1 import replica_pb2 as replica_pb
@@ -195,7 +194,7 @@ class ReplicaLife:
             host_id=self._place.host_id,
             progress_timeout_s=self._stuck_after_s,
             tensor_threshold_bytes=(
-                self.assignment.tensor_threshold_bytes if has_threshold else Limits().tensor_threshold_bytes
+                self.assignment.tensor_threshold_bytes if has_threshold else control.TENSOR_THRESHOLD_BYTES
             ),
         )
 

@@ -9,10 +9,11 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from stagemesh.config import Limits
-
 MAX_LINE_BYTES = 16 << 20
 """Longest line either side reads; a stage's configuration is the largest thing on it."""
+
+TENSOR_THRESHOLD_BYTES = 64 << 10
+"""Unless the pipeline says otherwise (64 KiB)."""
 
 
 class ControlError(ValueError):
@@ -50,7 +51,7 @@ class Assign:
     """An engine that has work and makes no step for so long is unhealthy."""
     adapter_timeout_s: float = 30.0
     """Longest time an input adapter may take."""
-    tensor_threshold_bytes: int = Limits().tensor_threshold_bytes
+    tensor_threshold_bytes: int = TENSOR_THRESHOLD_BYTES
     """Outputs from this size stay here and travel by reference."""
 
 

@@ -31,6 +31,7 @@ def test_gateways_share_a_port_and_outlive_a_restart_of_the_head(tmp_path: Path)
         )  # fmt: skip
         eventually("the gateway serves", lambda: ready.exists() or gateway.has_ended)
         assert ready.exists(), gateway.output
+        eventually("both processes serve", lambda: gateway.output.count("serving on") == 2)
         address = ready.read_text().strip()
 
         def ask(count: int = 6) -> set[str]:
