@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -15,11 +13,9 @@ from google.protobuf import json_format
 from replica_harness import HeadLink, Replica, submit
 
 from stagemesh.rpc.errors import MeshError, Reason
-from stagemesh.rpc.options import open_channel
 from stagemesh.tensors import encode
 from stagemesh.v1 import frame_pb2 as frame_pb
 from stagemesh.v1 import stage_pb2 as stage_pb
-from stagemesh.v1 import stage_pb2_grpc as stage_grpc
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
@@ -347,67 +343,3 @@ async def test_abort_returns_the_memory_of_the_request(link: HeadLink, llama: Re
     while not any(response.HasField("load") and not response.load.running for response in link.responses[-1:]):
         await link.until(lambda link, seen=len(link.responses): len(link.responses) > seen)
     assert link.responses[-1].load.kv_cache_usage == 0
-
-
-async def test_R14_control_calls_reach_the_engine(llama: Replica) -> None:
-    stub = stage_grpc.StageServiceStub(open_channel(llama.endpoint))
-
-    async def call(method: str, *args: Any, **kwargs: Any) -> Any:
-        request = stage_pb.CallRequest(method=method)
-        json_format.ParseDict(list(args), request.args)
-        json_format.ParseDict(kwargs, request.kwargs)
-        return json_format.MessageToDict((await stub.Call(request, timeout=30)).result)
-
-    assert await call("check_health") is True
-    assert await call("reset_prefix_cache") is True
-    await call("reset_mm_cache")
-    assert await call("is_sleeping") is False
-    await call("pause", mode="keep")
-    assert await call("is_paused") is True
-    await call("resume")
-    assert await call("is_paused") is False
-    # The operator's own, a method of the engine's workers: a result of each.
-    assert await call("get_supported_tasks") == [["generate"]]
-    for method, args, reason in (
-        ("shutdown", (), Reason.METHOD_NOT_ALLOWED),
-        ("collective_rpc", ("exec",), Reason.METHOD_NOT_ALLOWED),
-        ("sleep", ("much", "too", "many", "arguments"), Reason.INVALID_REQUEST),
-        ("add_lora", ("cartoon",), Reason.INVALID_REQUEST),
-    ):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(method, *args)
-        assert MeshError.from_rpc_error(caught.value).reason == reason
-
-
-async def test_R14_a_long_control_call_holds_up_no_request_and_no_abort(link: HeadLink, llama: Replica) -> None:
-    stub = stage_grpc.StageServiceStub(open_channel(llama.endpoint))
-    await link.submit(1, "a red circle", llm=GREEDY | {"max_tokens": 200})
-    await link.submit(2, "a green square", llm=GREEDY | {"max_tokens": 200})
-    await link.until(lambda link: bool(link.token_ids(1) and link.token_ids(2)))
-    pause = stage_pb.CallRequest(method="pause")
-    pause.kwargs.update({"mode": "wait", "clear_cache": False})
-    call = asyncio.ensure_future(stub.Call(pause, timeout=60))  # it takes as long as the requests that run
-    await asyncio.sleep(0.05)
-    seen = len(link.token_ids(1))
-    assert not call.done()
-    await link.send(aborts=[stage_pb.AbortTask(slot=2)])
-    async with asyncio.timeout(2):
-        assert (await link.end_of(2)).HasField("aborted")
-    assert (await link.end_of(1)).HasField("finished")
-    assert seen < len(link.token_ids(1)) == 200
-    await call
-    await stub.Call(stage_pb.CallRequest(method="resume"), timeout=30)
-    assert len(await _tokens(link, 3, text="a red circle", llm=GREEDY)) == 40
-
-
-async def test_running_requests_wait_out_a_pause(link: HeadLink, llama: Replica) -> None:
-    expected = await _tokens(link, 1, text="a red circle", llm=GREEDY | {"max_tokens": 200})
-    stub = stage_grpc.StageServiceStub(open_channel(llama.endpoint))
-    await link.submit(2, "a red circle", llm=GREEDY | {"max_tokens": 200})
-    pause = stage_pb.CallRequest(method="pause")
-    pause.kwargs.update({"mode": "keep", "clear_cache": False})
-    await stub.Call(pause, timeout=30)
-    await stub.Call(stage_pb.CallRequest(method="resume"), timeout=30)
-    async with asyncio.timeout(30):
-        await link.end_of(2)
-    assert link.token_ids(2) == expected
