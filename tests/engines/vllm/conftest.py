@@ -11,7 +11,7 @@ import pytest_asyncio
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "worker" / "replica"))
 
-from replica_harness import Replica, StartReplica, replicas
+from replica_harness import HeadLink, Replica, StartReplica, replicas
 
 START_S = 240.0
 
@@ -41,3 +41,11 @@ async def llama(start_replica: StartReplica, tiny_llama: Path) -> Replica:
         control_methods=["get_supported_tasks"],
     )
     return await replica.ready(START_S)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def link(llama: Replica) -> AsyncIterator[HeadLink]:
+    """A head's link to it, anew for each test."""
+    link = await llama.link()
+    yield link
+    await link.close()

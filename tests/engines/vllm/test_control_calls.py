@@ -24,13 +24,6 @@ Call = Callable[..., Awaitable[Any]]
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def link(llama: Replica) -> AsyncIterator[HeadLink]:
-    link = await llama.link()
-    yield link
-    await link.close()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
 async def call(llama: Replica) -> AsyncIterator[Call]:
     """`await call(method, *args, **kwargs)`: what the engine answers."""
     async with open_channel(llama.endpoint) as channel:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 from google.protobuf import json_format
 from replica_harness import HeadLink, Replica, submit
 
@@ -20,13 +18,6 @@ from stagemesh.v1 import stage_pb2 as stage_pb
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
 GREEDY = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def link(llama: Replica) -> AsyncIterator[HeadLink]:
-    link = await llama.link()
-    yield link
-    await link.close()
 
 
 async def _tokens(link: HeadLink, slot: int, **fields: Any) -> list[int]:
